@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.catalogues import attach
 from tests.support.restored import Rows
 
 from vram.errors import VramError
@@ -465,9 +466,9 @@ class CatalogueMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"call": self.calls, "version": wants, "access": access}
         options |= {"expect": expect, "wait": wait, "claim": claim, "owner": owner}
         if isinstance(got, str) and got not in ("wait", "claim"):
-            self.fails(got, self.real.attach, session, name, self.now, **options)
+            self.fails(got, attach, self.real, session, name, self.now, **options)
             return
-        real = self.real.attach(session, name, self.now, **options)
+        real = attach(self.real, session, name, self.now, **options)
         if got == "wait":
             model.waiters.append(waiter)
             assert not isinstance(real, Lease | Claim)
@@ -505,10 +506,10 @@ class CatalogueMachine(RuleBasedStateMachine):
         waiter = self.model.waiters.pop(pick % len(self.model.waiters))
         self.real.cancel(self.real.sessions[waiter.session], waiter.call)
 
-    @precondition(lambda self: self.real.claims)
+    @precondition(lambda self: self.real.waiting.claims)
     @rule(pick=PICK)
     def drop_claim(self, pick: int) -> None:
-        claim = list(self.real.claims.values())[pick % len(self.real.claims)]
+        claim = list(self.real.waiting.claims.values())[pick % len(self.real.waiting.claims)]
         if self.model.passed.pop(claim.id, None) is None:
             del self.model.claims[claim.name]
         expected = self.model.serve(claim.name)
@@ -649,15 +650,15 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert real.names.held(name) == (len(held), sum({v.token: v.nbytes for v in held}.values()))
         found = [(one.version.name, one.version.number, one.id) for one in real.names.leases_under("")]
         assert found == sorted(found)
-        assert real.waiting == len(model.waiters)
-        claims = {c.id: c for c in real._claim_of.values()}
+        assert real.waiting.count == len(model.waiters)
+        claims = {c.id: c for c in real.waiting._claim_of.values()}
         assert {claim.name for claim in claims.values()} == model.claims.keys()
         for claim in claims.values():
             model.claims[claim.name].id = claim.id
         assert {c.name: (c.session.id, c.until, c.number) for c in claims.values()} == {
             name: (c.session, None if c.over else c.until, c.number) for name, c in model.claims.items()
         }
-        passed = [c for c in real.claims.values() if c.id not in claims]
+        passed = [c for c in real.waiting.claims.values() if c.id not in claims]
         assert {c.id: (c.session.id, c.name, c.number) for c in passed} == model.passed
         assert set(real.sessions) == set(model.uids)
 

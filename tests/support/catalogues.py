@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Usage
-from vram.keeper.records import Effect, Lease, Session, Version, Waiter
+from vram.keeper.messages import Attach
+from vram.keeper.records import Claim, Effect, Lease, Session, Version, Waiter
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
@@ -16,14 +17,18 @@ def publish(
     return books.commit(books.begin(session, name, **options), token, now)  # type: ignore[arg-type]
 
 
+def attach(books: Catalogue, session: Session, name: str, now: float = 0.0, **asked: object) -> Lease | Claim | Waiter:
+    return books.attach(session, Attach(asked.pop("call", 0), name, **asked), now)  # type: ignore[arg-type]
+
+
 def lease(books: Catalogue, session: Session, name: str = "w", **options: object) -> Lease:
-    got = books.attach(session, name, 0.0, **options)  # type: ignore[arg-type]
+    got = attach(books, session, name, **options)
     assert isinstance(got, Lease)
     return got
 
 
 def waits(books: Catalogue, session: Session, call: int, name: str = "w", **options: object) -> Waiter:
-    got = books.attach(session, name, 0.0, call=call, **{"wait": None, **options})  # type: ignore[arg-type]
+    got = attach(books, session, name, call=call, **{"wait": None, **options})
     assert isinstance(got, Waiter)
     return got
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, lease, noted, publish, vars_of, waits
+from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, attach, lease, noted, publish, vars_of, waits
 from tests.support.restored import restored
 
 from vram.errors import (
@@ -79,7 +79,7 @@ def test_an_unmapped_user_reads_and_owns_nothing(books: Catalogue, ann: Session)
     with pytest.raises(AccessDeniedError, match="unmapped"):
         publish(books, unmapped)
     with pytest.raises(AccessDeniedError, match="unmapped"):
-        books.attach(unmapped, "w", 0.0, claim=True)
+        attach(books, unmapped, "w", 0.0, claim=True)
     publish(books, ann)
     lease(books, unmapped)
     with pytest.raises(AccessDeniedError):
@@ -97,7 +97,7 @@ def test_names_that_cannot_be(books: Catalogue, ann: Session, name: str) -> None
     with pytest.raises(UsageError, match="characters"):
         publish(books, ann, name)
     with pytest.raises(UsageError, match="characters"):
-        books.attach(ann, name, 0.0)
+        attach(books, ann, name, 0.0)
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", "...", "a..b", "x" * MAX_NAME, "A-Z_0.9@host:8000/v1+2", "..a/b.."])
@@ -233,10 +233,10 @@ def test_an_older_version_is_had_by_number_while_it_is_held(books: Catalogue, an
     books.release(ann, held.id, 0.0)
     assert books.release(bob, second.id, 0.0) == [Free("t1")]
     with pytest.raises(NotFoundError, match=r"version 1 is gone.*current one is 2"):
-        books.attach(bob, "w", 0.0, version=1)
+        attach(books, bob, "w", 0.0, version=1)
     for wait in (0.0, None):
         with pytest.raises(NotFoundError):
-            books.attach(bob, "w", 0.0, version=1, wait=wait)
+            attach(books, bob, "w", 0.0, version=1, wait=wait)
 
 
 def test_a_new_owner_of_a_name_does_not_take_the_old_ones_versions(
@@ -266,7 +266,7 @@ def test_those_who_wait_are_served_in_their_order(books: Catalogue, ann: Session
     results = [type(effect.result) for effect in effects]  # type: ignore[union-attr]
     assert results == [Lease, Lease, MismatchError, AccessDeniedError]
     assert len(version.leases) == 2
-    assert books.waiting == 0
+    assert books.waiting.count == 0
 
 
 def test_waiting_ends_in_time(books: Catalogue, ann: Session) -> None:
@@ -279,14 +279,14 @@ def test_waiting_ends_in_time(books: Catalogue, ann: Session) -> None:
     assert refused.call == 2
     assert isinstance(refused.result, WaitTimeoutError)
     assert len(books.expire(10.0)) == 1
-    assert (books.next_deadline, books.waiting) == (None, 0)
+    assert (books.next_deadline, books.waiting.count) == (None, 0)
 
 
 def test_giving_up_for_ever_does_not_pile_up(books: Catalogue, ann: Session) -> None:
     for _ in range(10_000):
         waits(books, ann, 1, wait=1e6)
         books.cancel(ann, 1)
-    assert len(books.deadlines) < 500
+    assert len(books.waiting) < 500
 
 
 # -- claims ---------------------------------------------------------------------------------------------------------
@@ -301,27 +301,27 @@ def test_what_differs_from_what_is_expected_is_claimed_and_replaced(
     books: Catalogue, ann: Session, bob: Session
 ) -> None:
     publish(books, ann, meta={"v": "old"})
-    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, expect={"v": "new"}, wait=None))
+    claim = claim_of(attach(books, ann, "w", 0.0, claim=True, expect={"v": "new"}, wait=None))
     waits(books, ann, 1, claim=True, expect={"v": "new"})
     waits(books, ann, 2, claim=True, expect={"v": "newest"})
     with pytest.raises(MismatchError, match="may not replace"):
-        books.attach(bob, "w", 0.0, claim=True, expect={"v": "new"}, wait=None)
+        attach(books, bob, "w", 0.0, claim=True, expect={"v": "new"}, wait=None)
     assert lease(books, bob).version.number == 1, "those who do not mind read on"
     _, effects = publish(books, ann, token="t2", meta={"v": "new"}, claim=claim.id)
     assert [type(effect.result) for effect in effects] == [Lease, Claim]
 
 
 def test_a_failed_publication_keeps_the_claim(books: Catalogue, ann: Session) -> None:
-    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, wait=None))
+    claim = claim_of(attach(books, ann, "w", 0.0, claim=True, wait=None))
     books.abandon(books.begin(ann, "w", nbytes=1, handles=1, claim=claim.id))
-    assert books.claims == {claim.id: claim}
+    assert books.waiting.claims == {claim.id: claim}
     publish(books, ann, claim=claim.id)
     with pytest.raises(UsageError, match="not held"):
         publish(books, ann, claim=claim.id)
 
 
 def test_a_claim_is_for_its_holder_and_its_name(books: Catalogue, ann: Session, bob: Session) -> None:
-    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, wait=None))
+    claim = claim_of(attach(books, ann, "w", 0.0, claim=True, wait=None))
     for who, name in ((bob, "w"), (ann, "other")):
         with pytest.raises(UsageError, match="not held"):
             publish(books, who, name, claim=claim.id)
@@ -336,7 +336,7 @@ def brief() -> Catalogue:
 
 
 def claims(books: Catalogue, session: Session, now: float = 0.0, name: str = "w", **options: object) -> Claim:
-    return claim_of(books.attach(session, name, now, claim=True, **{"wait": None, **options}))  # type: ignore[arg-type]
+    return claim_of(attach(books, session, name, now, claim=True, **{"wait": None, **options}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", ["begin", "commit"])
@@ -385,14 +385,14 @@ def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> No
     assert isinstance(refused, Answered)
     assert f"pid 11, uid {ANN}, label 'ann' has had the claim to publish it for 12 s" in str(refused.result)
     with pytest.raises(BusyError, match=r"had the claim for 13 s \(held by: pid 11"):
-        brief.attach(bob, "w", 13.0, claim=True)
+        attach(brief, bob, "w", 13.0, claim=True)
 
 
 def test_claims_that_are_given_up_for_ever_do_not_pile_up(brief: Catalogue) -> None:
     ann = brief.connect(ANN)
     for _ in range(1_000):
         brief.release(ann, claims(brief, ann).id, 0.0)
-    assert len(brief.deadlines) < 500
+    assert len(brief.waiting) < 500
     for number in range(256):
         claims(brief, ann, 100.0 * number)
         brief.expire(100.0 * number + 60.0)
@@ -410,7 +410,7 @@ def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
     for session in (ann, bob, carl):
         waits(brief, session, 1, claim=True)
     moved = restored(brief)
-    assert (moved.claims[old.id].number, moved._claim_of["old"].session.uid) == (0, BOB)
+    assert (moved.waiting.claims[old.id].number, moved.waiting.claim_of("old").session.uid) == (0, BOB)
     assert moved.next_deadline == 70.0
     assert moved.expire(69.9) == []
     for now, uid in ((70.0, ANN), (130.0, BOB), (190.0, BOB + 1)):
@@ -419,7 +419,7 @@ def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
         assert passed.session.uid == uid
         moved = restored(moved)
     claims(moved, moved.sessions[carl.id], 191.0, "over")
-    publish(moved, moved.sessions[bob.id], "old", claim=moved._claim_of["old"].id)
+    publish(moved, moved.sessions[bob.id], "old", claim=moved.waiting.claim_of("old").id)
     with pytest.raises(BusyError, match="passed on"):
         publish(moved, moved.sessions[ann.id], "old", claim=old.id)
 
@@ -435,18 +435,18 @@ def test_what_belongs_to_another_is_not_what_was_asked_for(books: Catalogue, ann
     assert f"belongs to uid {ANN}, and not to uid {BOB}" in str(refused.result)
     for options in ({}, {"claim": True}, {"version": 1}, {"wait": None}):
         with pytest.raises(MismatchError, match=f"belongs to uid {ANN}, and not to uid {BOB}"):
-            books.attach(bob, "w", 0.0, owner=BOB, **options)  # type: ignore[arg-type]
-        assert isinstance(books.attach(bob, "w", 0.0, owner=ANN, **options), Lease)  # type: ignore[arg-type]
+            attach(books, bob, "w", 0.0, owner=BOB, **options)  # type: ignore[arg-type]
+        assert isinstance(attach(books, bob, "w", 0.0, owner=ANN, **options), Lease)  # type: ignore[arg-type]
 
 
 def test_what_is_to_belong_to_another_is_made_by_them_alone(books: Catalogue, ann: Session, bob: Session) -> None:
     for wait in (0.0, None):
         with pytest.raises(AccessDeniedError, match=f"is to belong to uid {ANN}: uid {BOB} cannot"):
-            books.attach(bob, "w", 0.0, claim=True, owner=ANN, wait=wait)
-    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, owner=ANN, wait=None))
+            attach(books, bob, "w", 0.0, claim=True, owner=ANN, wait=wait)
+    claim = claim_of(attach(books, ann, "w", 0.0, claim=True, owner=ANN, wait=None))
     waits(books, bob, 1, claim=True, owner=ANN)
     with pytest.raises(AccessDeniedError):
-        books.attach(bob, "w", 0.0, claim=True, owner=ANN + 7, wait=None)
+        attach(books, bob, "w", 0.0, claim=True, owner=ANN + 7, wait=None)
     moved = restored(books)
     for each in (books, moved):
         (refused,) = each.release(each.sessions[ann.id], claim.id, 0.0)
@@ -460,11 +460,11 @@ def test_names_under_a_user_are_that_users(books: Catalogue, ann: Session, bob: 
     for other in (bob, own):
         for act in (
             lambda who=other: publish(books, who, name),
-            lambda who=other: books.attach(who, name, 0.0, claim=True, wait=None),
+            lambda who=other: attach(books, who, name, 0.0, claim=True, wait=None),
         ):
             with pytest.raises(AccessDeniedError, match=rf"only the user called '{ANN}' .*names under ~{other.uid}/"):
                 act()
-    claim = claim_of(books.attach(ann, name, 0.0, claim=True, wait=None))
+    claim = claim_of(attach(books, ann, name, 0.0, claim=True, wait=None))
     waits(books, bob, 1, name, claim=True)
     _, effects = publish(books, ann, name, claim=claim.id)
     assert [type(effect.result) for effect in effects] == [Lease]
@@ -532,14 +532,14 @@ def test_s5_the_end_of_a_connection_gives_back_everything(books: Catalogue, ann:
     publish(books, ann)
     for _ in range(3):
         lease(books, bob)
-    claim_of(books.attach(bob, "other", 0.0, claim=True, wait=None))
+    claim_of(attach(books, bob, "other", 0.0, claim=True, wait=None))
     books.begin(bob, "half", nbytes=10, handles=1)
     waits(books, bob, 1, "never")
     books.watch(bob, "w", 1)
     publish(books, ann, token="t2")
     assert books.disconnect(bob, 0.0) == [Free("t1")]
     assert books.disconnect(bob, 0.0) == []
-    assert (books.leases, books.claims, books.waiting) == ({}, {}, 0)
+    assert (books.leases, books.waiting.claims, books.waiting.count) == ({}, {}, 0)
     assert vars_of(books.accounts.total) == (100, 1, 1)
 
 
@@ -575,7 +575,7 @@ def test_readers_are_asked_to_let_go_once_and_keep_what_they_have(books: Catalog
     assert held.id in books.leases
     for version in (0, 1):
         with pytest.raises(NotFoundError):
-            books.attach(bob, "w", 0.0, version=version)
+            attach(books, bob, "w", 0.0, version=version)
         assert books.remove(ann, "w", version, revoke=True, now=0.0) == [], "they were told"
         with pytest.raises(NotFoundError):
             books.remove(ann, "w", version, now=0.0)
@@ -689,7 +689,7 @@ def test_one_connection_has_ceilings_also_of_the_keepers_own_user(
         if limit == "MAX_LEASES":
             lease(books, session, f"w{number}")
         elif limit == "MAX_CLAIMS":
-            books.attach(session, f"c{session.id}/{number}", 0.0, claim=True)
+            attach(books, session, f"c{session.id}/{number}", 0.0, claim=True)
         elif limit == "MAX_WATCHES":
             books.watch(session, f"w{number}", 1)
         elif limit == "MAX_WAITERS":
@@ -785,8 +785,8 @@ def test_who_waits_for_a_number_that_can_come_waits_and_others_are_told_which_ca
     publish(books, ann, "older")
     books.remove(ann, "older", now=0.0)
     with pytest.raises(NotFoundError, match=r"'new' version 5 is gone or was never there; .* next one is 6"):
-        books.attach(bob, "new", 0.0, call=1, version=5, wait=60.0)
-    assert isinstance(books.attach(bob, "new", 0.0, call=2, version=6, wait=60.0), Waiter)
+        attach(books, bob, "new", 0.0, call=1, version=5, wait=60.0)
+    assert isinstance(attach(books, bob, "new", 0.0, call=2, version=6, wait=60.0), Waiter)
     version, effects = publish(books, ann, "new")
     assert version.number == 6
     assert effects
@@ -930,7 +930,7 @@ def test_a_version_whose_memory_is_gone_is_taken_out(books: Catalogue, ann: Sess
     books.forget(published)
     assert (len(books.versions), books.names.entries) == (0, 0)
     with pytest.raises(NotFoundError, match="is gone or was never there; nothing is current, and the next one is 2"):
-        books.attach(bob, "w", 0.0, version=1)
+        attach(books, bob, "w", 0.0, version=1)
 
 
 # -- what each operation has written down -----------------------------------------------------------------------------
@@ -990,10 +990,10 @@ def test_a_waiter_and_a_claim_are_written_when_they_come_and_when_they_are_over(
     books: Catalogue, ann: Session, bob: Session
 ) -> None:
     noted(books)
-    claim = books.attach(ann, "w", 0.0, claim=True)
+    claim = attach(books, ann, "w", 0.0, claim=True)
     assert noted(books) == {claim: False}
     waiter = waits(books, bob, 7, claim=True)
-    assert (waiter.call, noted(books)) == (7, {waiter: False})
+    assert (waiter.asked.call, noted(books)) == (7, {waiter: False})
     (served,) = books.release(ann, claim.id, 1.0)  # type: ignore[union-attr]
     assert isinstance(served.result, Claim)
     assert noted(books) == {claim: False, waiter: False, served.result: False}
@@ -1002,7 +1002,7 @@ def test_a_waiter_and_a_claim_are_written_when_they_come_and_when_they_are_over(
 def test_a_claim_whose_time_is_over_is_written_for_who_may_still_publish(
     books: Catalogue, ann: Session, bob: Session
 ) -> None:
-    claim = books.attach(ann, "w", 0.0, claim=True)
+    claim = attach(books, ann, "w", 0.0, claim=True)
     waiter = waits(books, bob, 7, claim=True)
     noted(books)
     (served,) = books.expire(books.claim_timeout)
@@ -1064,9 +1064,6 @@ def test_refusals_say_what_was_asked_and_what_may_be(books: Catalogue, ann: Sess
         many = f"a version has 1 to 1024 segments, not {count}"
         assert said(lambda count=count: books.begin(ann, "w", nbytes=1, handles=count)) == many
     books.abandon(books.begin(ann, "w", nbytes=1, handles=1025))
-    assert said(lambda: books.attach(ann, "w", 0.0, access="x")) == "access 'x' is not one of 'r', 'rw', 'cow'"
-    assert said(lambda: books.attach(ann, "w", 0.0, wait=-1.0)) == "timeout -1.0 is not a number of seconds"
-    assert said(lambda: books.attach(ann, "w", 0.0, purpose="x")) == "purpose 'x' is not one of '', 'park', 'wake'"
     waits(books, ann, 3)
     assert said(lambda: waits(books, ann, 3)) == "call 3 waits already"
     half = books.begin(ann, "w", nbytes=1, handles=1)
@@ -1077,18 +1074,18 @@ def test_refusals_say_what_was_asked_and_what_may_be(books: Catalogue, ann: Sess
 def test_what_is_missing_is_said_with_its_reason(books: Catalogue, ann: Session, bob: Session) -> None:
     unknown = "nothing is published as 'w'; `vram ls` shows what is"
     with pytest.raises(NotFoundError) as caught:
-        books.attach(bob, "w", 0.0)
+        attach(books, bob, "w", 0.0)
     assert caught.value.args == (unknown,)
     with pytest.raises(NotFoundError) as caught:
         books.remove(bob, "w", now=0.0)
     assert caught.value.args == (unknown,)
-    books.attach(ann, "w", 1.0, claim=True)
+    attach(books, ann, "w", 1.0, claim=True)
     with pytest.raises(BusyError) as busy:
-        books.attach(bob, "w", 43.0, claim=True)
+        attach(books, bob, "w", 43.0, claim=True)
     assert str(busy.value).startswith("'w' is being made by another process, which has had the claim for 42 s")
     publish(books, ann)
     with pytest.raises(NotFoundError) as caught:
-        books.attach(bob, "w", 0.0, version=2)
+        attach(books, bob, "w", 0.0, version=2)
     gone = "'w' version 2 is gone or was never there; the current one is 1, and the next one is 2"
     assert caught.value.args == (gone,)
     with pytest.raises(NotFoundError) as caught:
@@ -1099,11 +1096,11 @@ def test_what_is_missing_is_said_with_its_reason(books: Catalogue, ann: Session,
 def test_a_difference_names_three_keys_and_counts_the_rest(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann, meta={"a": "1", "b": "2"})
     with pytest.raises(MismatchError) as caught:
-        books.attach(bob, "w", 0.0, expect={"a": "0", "b": "2", "c": "3", "d": "4", "e": "5"})
+        attach(books, bob, "w", 0.0, expect={"a": "0", "b": "2", "c": "3", "d": "4", "e": "5"})
     assert str(caught.value).startswith(
         "'w' version 1 is not what was expected: a is '1', expected '0'; c is not set, expected '3'; d is not set, "
         "expected '4' and 1 more"
     )
     with pytest.raises(MismatchError) as caught:
-        books.attach(bob, "w", 0.0, expect={"c": "3"})
+        attach(books, bob, "w", 0.0, expect={"c": "3"})
     assert "more" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.catalogues import attach
 from tests.support.restored import restored
 
 from vram.keeper import listing
@@ -33,7 +34,7 @@ def publish(books: Catalogue, session: Session, name: str, nbytes: int = 1) -> V
 
 
 def lease(books: Catalogue, session: Session, name: str = "w") -> Lease:
-    got = books.attach(session, name, 0.0)
+    got = attach(books, session, name, 0.0)
     assert isinstance(got, Lease)
     return got
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
+from tests.support.catalogues import attach
 from tests.support.restored import restored
 
 from vram.info import StatisticsInfo
@@ -33,19 +34,19 @@ def books() -> Catalogue:
         books.commit(publication, token, now)
 
     publish("w", "t1", 1.0, meta={"k": "v"}, writable=True)
-    assert isinstance(books.attach(bob, "w", 2.0, access="rw"), Lease)
+    assert isinstance(attach(books, bob, "w", 2.0, access="rw"), Lease)
     books.watch(bob, "w", 1)
     publish("w", "t2", 3.0, ttl=100.0)
-    assert isinstance(books.attach(bob, "w", 4.0), Lease)
+    assert isinstance(attach(books, bob, "w", 4.0), Lease)
     publish("gone", "t3", 5.0)
-    assert isinstance(books.attach(bob, "gone", 6.0), Lease)
+    assert isinstance(attach(books, bob, "gone", 6.0), Lease)
     books.remove(ann, "gone", revoke=True, now=0.0)
     publish("removed", "t4", 7.0)
     books.remove(ann, "removed", now=0.0)
-    assert isinstance(books.attach(ann, "claimed", 8.0, claim=True), Claim)
-    waits = books.attach(bob, "claimed", 9.0, call=3, access="rw", claim=True, expect={"a": "b"}, wait=50.0, owner=BOB)
+    assert isinstance(attach(books, ann, "claimed", 8.0, claim=True), Claim)
+    waits = attach(books, bob, "claimed", 9.0, call=3, access="rw", claim=True, expect={"a": "b"}, wait=50.0, owner=BOB)
     assert isinstance(waits, Waiter)
-    assert isinstance(books.attach(bob, "w", 9.0, call=4, version=9, wait=None), Waiter)
+    assert isinstance(attach(books, bob, "w", 9.0, call=4, version=9, wait=None), Waiter)
     books.names.floor = 4
     return books
 
@@ -64,7 +65,7 @@ def test_updates_and_pages_are_there_after_a_restart(books: Catalogue) -> None:
     for name in ("busy", "torn"):
         books.update(ann, name, versions[name].number)
     books.updated(ann, "torn", versions["torn"].number, 5, whole=False)
-    lease = books.attach(bob, "busy", 2.0)
+    lease = attach(books, bob, "busy", 2.0)
     assert isinstance(lease, Lease)
     books.give_page(bob, lease.id, Page())
     successor = restored(books)
@@ -88,15 +89,15 @@ def test_what_is_parked_and_moves_is_there_after_a_restart(books: Catalogue) -> 
     for name in ("parking", "parked", "waking"):
         half = books.begin(ann, name, nbytes=100, handles=2)
         books.commit(half, name, 1.0)
-        lease = books.attach(ann, name, 2.0, purpose="park")
+        lease = attach(books, ann, name, 2.0, purpose="park")
         assert isinstance(lease, Lease)
         if name == "parking":
             continue
         books.commit(books.begin(ann, name, nbytes=90, handles=2, lease=lease.id), f"{name} host", 3.0)
         books.release(ann, lease.id, 0.0)
-    waker = books.attach(ann, "waking", 4.0, purpose="wake")
+    waker = attach(books, ann, "waking", 4.0, purpose="wake")
     assert isinstance(waker, Lease)
-    assert isinstance(books.attach(ann, "waking", 5.0, call=9, purpose="wake", wait=None), Waiter)
+    assert isinstance(attach(books, ann, "waking", 5.0, call=9, purpose="wake", wait=None), Waiter)
     successor = restored(books)
     assert shown(successor) == shown(books)
     used = [dataclasses.astuple(one) for one in (books.accounts.of(ANN), books.accounts.total)]
@@ -111,7 +112,7 @@ def test_what_is_parked_and_moves_is_there_after_a_restart(books: Catalogue) -> 
 def test_who_waited_first_is_served_first_after_a_restart(books: Catalogue) -> None:
     ann, bob = books.sessions[1], books.sessions[2]
     for call, session in enumerate([bob, ann, bob, ann], start=50):
-        assert isinstance(books.attach(session, "late", 9.0, call=call, wait=None), Waiter)
+        assert isinstance(attach(books, session, "late", 9.0, call=call, wait=None), Waiter)
     successor = restored(books)
     again = successor.sessions[1]
     half = successor.begin(again, "late", nbytes=1, handles=1)
@@ -132,7 +133,7 @@ def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
         "versions": [words(one) for one in sorted(books.versions.values(), key=lambda one: (one.name, one.number))],
         "sessions": [words(one) for one in sessions],
         "waiters": [words(one) for session in sessions for one in session.waiters.values()],
-        "claims": [words(one) for one in books.claims.values()],
+        "claims": [words(one) for one in books.waiting.claims.values()],
         "leases": [words(one) for _, one in sorted(books.leases.items())],
     }
 
@@ -207,7 +208,7 @@ def test_the_memory_of_a_version_whose_last_lease_was_lost_is_closed() -> None:
     for number in range(2):
         publication = books.begin(ann, "w", nbytes=1, handles=1)
         books.commit(publication, Held([70 + number], 1, lambda fds, _: disposed.append(fds)), 1.0)
-        assert isinstance(books.attach(ann, "w", 2.0), Lease)
+        assert isinstance(attach(books, ann, "w", 2.0), Lease)
     rows = [row for row in everything(books, lambda held: held.fds[0]) if not isinstance(row, LeaseRow)]
     made = Catalogue()
     Replayed([encode(rows)]).restore(

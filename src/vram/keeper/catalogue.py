@@ -45,6 +45,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import structs
+
 from ..errors import (
     AccessDeniedError,
     AsleepError,
@@ -57,9 +59,9 @@ from ..errors import (
 )
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..spec import format_count, format_size
-from .deadlines import Deadlines, Due
 from .failures import busy, gone, mismatch, too_late, unknown
 from .limits import Accounts, Asked, Quotas
+from .messages import Attach
 from .names import Names
 from .records import (
     Answered,
@@ -68,7 +70,6 @@ from .records import (
     Evicted,
     Free,
     Lease,
-    Move,
     Name,
     Notify,
     Publication,
@@ -79,6 +80,7 @@ from .records import (
     packed,
 )
 from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
+from .waiting import Due, Waiting
 
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection
@@ -88,8 +90,6 @@ MAX_WATCHES = 1_024  # of one connection
 
 CLAIM_TIMEOUT = 600.0  # seconds
 
-ACCESS = ("r", "rw", "cow")
-PURPOSES = ("", "park", "wake")
 NO_PIECES: Mapping[int, int] = MappingProxyType({})
 
 
@@ -112,13 +112,9 @@ class Catalogue:
         self.name_of = name_of
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
-        self.claims: dict[int, Claim] = {}
-        self.waiting = 0
         self.versions: dict[int, Version] = {}
         self.names = Names()
-        self._waiters: dict[str, dict[int, Waiter]] = {}  # by name and order, in which they came
-        self._claim_of: dict[str, Claim] = {}
-        self.deadlines = Deadlines()
+        self.waiting = Waiting()
         self.ids = itertools.count(1)
         # Changes that are not written down yet: records, (session, version) of watches, and names whose last number is
         # another. True is of a version all of which is to be written, and not only its state.
@@ -284,8 +280,7 @@ class Catalogue:
         version.id = next(self.ids)
         self.versions[version.id] = version
         self.changed[version] = True
-        if version.expires is not None:
-            self.schedule(version.expires, version)
+        self.schedule(version.expires, version)
         if claim is not None:
             self._unclaim(claim)
         effects += self._serve(name, now)
@@ -298,48 +293,30 @@ class Catalogue:
             self.accounts.drop(one.session.uid, one, one.entries)
 
     # -- attaching ------------------------------------------------------------------------------------------------
-    def attach(
-        self,
-        session: Session,
-        name: str,
-        now: float,
-        *,
-        call: int = 0,
-        version: int = 0,
-        access: str = "r",
-        expect: Mapping[str, str] | None = None,
-        wait: float | None = 0.0,
-        claim: bool = False,
-        owner: int | None = None,
-        purpose: str = "",
-    ) -> Lease | Claim | Waiter:
-        """Lease a version (0: the current one), wait for it up to `wait` seconds (None: for ever), or claim its name.
-        `call` names a waiter in effects. A version of another user than `owner` is an error at once, never waited for.
-        With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move its bytes by: its own `purpose` says so."""
-        if access not in ACCESS:
-            raise UsageError(f"access {access!r} is not one of {', '.join(map(repr, ACCESS))}")
-        if wait is not None and not wait >= 0:
-            raise UsageError(f"timeout {wait!r} is not a number of seconds")
-        if purpose not in PURPOSES:
-            raise UsageError(f"purpose {purpose!r:.40} is not one of {', '.join(map(repr, PURPOSES))}")
+    def attach(self, session: Session, asked: Attach, now: float) -> Lease | Claim | Waiter:
+        """Lease a version (0: the current one), wait for it up to ``asked.wait`` seconds, or claim its name.
+        A version of another user than ``asked.owner`` is an error at once, never waited for. With a purpose the lease
+        may be one to move its bytes by: its own `purpose` says so."""
+        name, expected = asked.name, None
         if name not in self.names.known:
             check_name(name)
-        if claim and session.uid == self.nobody:
+        if asked.claim and session.uid == self.nobody:
             raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
-        waiter = Waiter(0, session, call, name, version, access, None, claim, None, owner, purpose=purpose)
-        if expect is not None:
-            waiter.expected = packed(check_meta(expect, what="expect"))
+        if asked.expect is not None:
+            expected = packed(check_meta(asked.expect, what="expect"))
+            asked = structs.replace(asked, expect=None)
+        waiter = Waiter(0, session, asked, expected)
         result = self._try(waiter, now)
         if not isinstance(result, Waiter):
             return result
-        if wait == 0.0:
+        if asked.wait == 0.0:
             raise self._missing(waiter, now)
-        if call in session.waiters:
-            raise UsageError(f"call {call} waits already")
+        if asked.call in session.waiters:
+            raise UsageError(f"call {asked.call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
             raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
         waiter.order = next(self.ids)
-        waiter.deadline = None if wait is None else now + wait
+        waiter.deadline = None if asked.wait is None else now + asked.wait
         self.line_up(waiter)
         self.changed[waiter] = False
         return waiter
@@ -429,19 +406,16 @@ class Catalogue:
         """Do what is due: end waits whose time has passed, retire versions whose time to live is over, pass claims on
         whose time is."""
         effects: list[Effect] = []
-        for due in self.deadlines.past(now):
+        for due in self.waiting.past(now):
             if isinstance(due, Waiter):
                 self._forget(due)
-                error = too_late(due, self._claim_of.get(due.name), self._current(due.name), now)
-                effects.append(Answered(due.session, due.call, error))
-            elif isinstance(due, Claim):
+                name = due.asked.name
+                error = too_late(due, self.waiting.claim_of(name), self._current(name), now)
+                effects.append(Answered(due.session, due.asked.call, error))
+            elif isinstance(due, (Claim, Lease)):
                 due.until = None  # whoever is next in line takes it, now or when somebody comes
                 self.changed[due] = False
-                effects += self._serve(due.name, now)
-            elif isinstance(due, Move):
-                due.until = None  # as of a claim
-                self.changed.setdefault(due.lease.version, False)
-                effects += self._serve(due.lease.version.name, now)
+                effects += self._serve(due.name if isinstance(due, Claim) else due.version.name, now)
             else:
                 due.expires = None
                 effects += self._withdraw(due, "expired", now)
@@ -450,7 +424,7 @@ class Catalogue:
     @property
     def next_deadline(self) -> float | None:
         """When :meth:`expire` should be called next; None if nothing waits. May be early, never late."""
-        return self.deadlines.next
+        return self.waiting.next
 
     # -- updating in place ----------------------------------------------------------------------------------------
     def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
@@ -542,7 +516,7 @@ class Catalogue:
 
     def _try(self, waiter: Waiter, now: float) -> Lease | Claim | Waiter:
         """Serve an attach as things stand; return the waiter itself if it has to wait."""
-        name, wants = waiter.name, waiter.wants
+        asked, name, wants = waiter.asked, waiter.asked.name, waiter.asked.version
         version = self._current(name)
         if wants and (version is None or version.number != wants):
             version = self.names.find(name, wants)
@@ -551,31 +525,31 @@ class Catalogue:
                     raise self._gone(name, wants)
                 return waiter
         if version is not None:
-            if waiter.owner not in (None, version.owner):
+            if asked.owner not in (None, version.owner):
                 raise MismatchError(
-                    f"{name!r} version {version.number} belongs to uid {version.owner}, and not to uid {waiter.owner} "
-                    f"as was expected: take another name, one under ~{waiter.owner}/ is that user's alone"
+                    f"{name!r} version {version.number} belongs to uid {version.owner}, and not to uid {asked.owner} "
+                    f"as was expected: take another name, one under ~{asked.owner}/ is that user's alone"
                 )
             if waiter.expected is None or waiter.notes.items() <= version.meta.items():
-                if version.parked or waiter.purpose == "park":
+                if version.parked or asked.purpose == "park":
                     return self._begin_move(waiter, version, now)
-                return self._lease(waiter.session, version, waiter.access, now, waiter.call)
-            if not waiter.claims or version.owner != waiter.session.uid:
+                return self._lease(waiter.session, version, asked.access, now, asked.call)
+            if not asked.claim or version.owner != waiter.session.uid:
                 raise mismatch(waiter, version)
-        if not waiter.claims:
+        if not asked.claim:
             return waiter
-        session, there = waiter.session, self._claim_of.get(name)
+        session, there = waiter.session, self.waiting.claim_of(name)
         try:
-            self._may_make(session, name, waiter.owner)
+            self._may_make(session, name, asked.owner)
         except AccessDeniedError:
-            if there is None or waiter.owner not in (None, there.session.uid):
+            if there is None or asked.owner not in (None, there.session.uid):
                 raise
             return waiter  # another user, who may, is about to publish it
         if there is not None and there.until is not None:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
             raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
-        return self._claim(session, name, now, waiter.call)
+        return self._claim(session, name, now, asked.call)
 
     def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
         """Give a session the claim on a name. A holder whose time is over may still publish, until another has."""
@@ -587,9 +561,8 @@ class Catalogue:
 
     def book_claim(self, claim: Claim) -> None:
         """Note a claim wherever it is looked for; for this class, and for who restores one."""
-        self._claim_of[claim.name] = claim.session.claims[claim.id] = self.claims[claim.id] = claim
-        if claim.until is not None:
-            self.schedule(claim.until, claim)
+        self.waiting.add_claim(claim)
+        self.schedule(claim.until, claim)
 
     def _lease(self, session: Session, version: Version, access: str, now: float, call: int) -> Lease:
         if access == "rw" and not version.writable:
@@ -609,18 +582,18 @@ class Catalogue:
 
     def _begin_move(self, waiter: Waiter, version: Version, now: float) -> Lease | Waiter:
         """Serve who would park a version, and everybody who comes to one that is parked."""
-        name, session, move = version.name, waiter.session, version.move
+        name, session, move, purpose = version.name, waiter.session, version.move, waiter.asked.purpose
         what = f"{name!r} version {version.number}"
-        if version.parked and waiter.purpose != "wake":
+        if version.parked and purpose != "wake":
             raise AsleepError(
-                f"{what} is parked{' already' * bool(waiter.purpose)}: its bytes are in memory of the host. "
+                f"{what} is parked{' already' * bool(purpose)}: its bytes are in memory of the host. "
                 f"vram.attach({name!r}, wake=True) brings them back"
             )
         if session.uid != version.owner:
             if move is not None and version.parked:
                 return waiter  # somebody who may is about to
             raise AccessDeniedError(
-                f"{what} belongs to uid {version.owner}, who alone may {waiter.purpose} it: not uid {session.uid}"
+                f"{what} belongs to uid {version.owner}, who alone may {purpose} it: not uid {session.uid}"
             )
         if not self.is_current(version):
             raise NotFoundError(f"{what} was replaced or removed: only the current version moves")
@@ -638,13 +611,13 @@ class Catalogue:
             holders = tuple(f"{lease.session}, {size}" for lease in itertools.islice(version.leases.values(), 20))
             count = format_count(len(version.leases), "lease")
             raise BusyError(f"{what} cannot be parked as long as somebody holds it: {count} of {size}", holders)
-        lease = self._lease(session, version, waiter.access, now, waiter.call)
-        lease.purpose = waiter.purpose
-        version.move = Move(lease, now)
+        lease = self._lease(session, version, waiter.asked.access, now, waiter.asked.call)
+        lease.purpose = purpose
+        version.move = lease
         self.changed.setdefault(version, False)
         if version.parked:
-            version.move.until = now + self.claim_timeout
-            self.schedule(version.move.until, version.move)
+            lease.until = now + self.claim_timeout
+            self.schedule(lease.until, lease)
         return lease
 
     def _movable(self, session: Session, name: str, number: int) -> tuple[Version, Lease]:
@@ -687,16 +660,16 @@ class Catalogue:
         if move is not None:
             self.changed.setdefault(version, False)
             if not version.parked:
-                move.lease.purpose, move.lease.ended = "over", ended
-                self.changed[move.lease] = False
+                move.purpose, move.ended = "over", ended
+                self.changed[move] = False
 
     def _serve(self, name: str, now: float) -> list[Effect]:
         """Serve the waiters of a name in the order in which they came.
         If it is parked, waiters that may wake it come first; the others wait, or are refused."""
-        line = list(self._waiters.get(name, {}).values())
+        line = self.waiting.line_of(name)
         current = self._current(name)
         if current is not None and current.parked:
-            line.sort(key=lambda one: not one.purpose or one.session.uid != current.owner)
+            line.sort(key=lambda one: not one.asked.purpose or one.session.uid != current.owner)
         effects: list[Effect] = []
         for waiter in line:
             result: Lease | Claim | Waiter | VramError
@@ -706,7 +679,7 @@ class Catalogue:
                 result = error
             if not isinstance(result, Waiter):
                 self._forget(waiter)
-                effects.append(Answered(waiter.session, waiter.call, result))
+                effects.append(Answered(waiter.session, waiter.asked.call, result))
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:
@@ -715,7 +688,7 @@ class Catalogue:
         if held is None or held.name != name:
             raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
         current = self._current(name)
-        if held is not self._claim_of.get(name) and current is not None and current.number > held.number:
+        if held is not self.waiting.claim_of(name) and current is not None and current.number > held.number:
             raise BusyError(
                 f"the claim on {name!r} passed on after {self.claim_timeout:g} s, and version {current.number} was "
                 f"published since, by uid {current.owner}: attach that one, or publish without the claim"
@@ -774,40 +747,32 @@ class Catalogue:
             self.accounts.hold(uid, version)
 
     def _end(self, lease: Lease, now: float) -> list[Effect]:
-        del self.leases[lease.id]
-        del lease.session.leases[lease.id]
+        version, session = lease.version, lease.session
+        known = self.names.known[version.name]
+        del self.leases[lease.id], session.leases[lease.id], version.leases[lease.id]
         self.changed[lease] = False
-        if lease.page is not None:
-            return [self._free_page(lease), *self._end_rest(lease, now)]
-        return self._end_rest(lease, now)
+        effects: list[Effect] = [] if lease.page is None else [self._free_page(lease)]
+        moved = version.move is lease
+        if moved:
+            self._end_move(version)
+        self.names.count_lease(known, -1)
+        version.holders[session.uid] -= 1
+        if not version.holders[session.uid]:
+            del version.holders[session.uid]
+            if known.current is not version:
+                self.accounts.release_version(session.uid, version)
+        if not version.leases:
+            known.held -= version.nbytes
+            if known.current is not version:
+                del known.older[version.number]
+                effects.append(self._free(version))
+                self._tidy(known)
+        return effects + self._serve(version.name, now) if moved else effects  # the next in line wakes it
 
     def _free_page(self, lease: Lease) -> Free:
         page, lease.page = lease.page, None
         self.accounts.add(lease.session.uid, -page.nbytes, 0, -1)
         return Free(page)
-
-    def _end_rest(self, lease: Lease, now: float) -> list[Effect]:
-        version, uid = lease.version, lease.session.uid
-        if version.move is not None and version.move.lease is lease:
-            self._end_move(version)
-            return [*self._end_rest(lease, now), *self._serve(version.name, now)]  # the next in line wakes it
-        known = self.names.known[version.name]
-        self.names.count_lease(known, -1)
-        del version.leases[lease.id]
-        version.holders[uid] -= 1
-        if not version.holders[uid]:
-            del version.holders[uid]
-            if known.current is not version:
-                self.accounts.release_version(uid, version)
-        if version.leases:
-            return []
-        known.held -= version.nbytes
-        if known.current is version:
-            return []
-        del known.older[version.number]
-        effect = self._free(version)
-        self._tidy(known)
-        return [effect]
 
     def _withdraw(self, version: Version, reason: str, now: float) -> list[Effect]:
         """current, superseded -> withdrawn; freed at once if nobody holds it."""
@@ -856,44 +821,33 @@ class Catalogue:
             self.changed[forgotten] = self.changed[""] = False
 
     def _unclaim(self, claim: Claim) -> None:
-        del self.claims[claim.id]
+        self.waiting.remove_claim(claim)
         self.changed[claim] = False
-        del claim.session.claims[claim.id]
-        if self._claim_of.get(claim.name) is claim:
-            del self._claim_of[claim.name]
 
     @staticmethod
     def _notify(version: Version, reason: str, current: int) -> list[Effect]:
         return [Notify(session, version.name, version.number, reason, current) for session in version.watchers.values()]
 
     # -- inside: waiting ------------------------------------------------------------------------------------------
-    def schedule(self, when: float, due: Due) -> None:
-        """Note a deadline; for this class, and for who restores one."""
-        self.deadlines.add(when, due, self.waiting + len(self.claims) + len(self.versions))
+    def schedule(self, when: float | None, due: Due) -> None:
+        """Note a deadline, if there is one; for this class, and for who restores one."""
+        self.waiting.schedule(when, due, len(self.versions))
 
     def line_up(self, waiter: Waiter) -> None:
         """Note a waiter wherever it is looked for; for this class, and for who restores one."""
-        waiter.session.waiters[waiter.call] = waiter
-        self._waiters.setdefault(waiter.name, {})[waiter.order] = waiter
-        self.waiting += 1
-        if waiter.deadline is not None:
-            self.schedule(waiter.deadline, waiter)
+        self.waiting.add(waiter)
+        self.schedule(waiter.deadline, waiter)
 
     def _forget(self, waiter: Waiter) -> None:
-        del waiter.session.waiters[waiter.call]
+        self.waiting.remove(waiter)
         self.changed[waiter] = False
-        line = self._waiters[waiter.name]
-        del line[waiter.order]
-        if not line:
-            del self._waiters[waiter.name]
-        self.waiting -= 1
 
     def _gone(self, name: str, version: int) -> NotFoundError:
         return gone(name, version, self._current(name), self.names.last(name))
 
     def _missing(self, waiter: Waiter, now: float) -> VramError:
-        error = busy(waiter, self._claim_of.get(waiter.name), self._current(waiter.name), now)
+        name, wants = waiter.asked.name, waiter.asked.version
+        error = busy(waiter, self.waiting.claim_of(name), self._current(name), now)
         if error is not None:
             return error
-        is_known = waiter.wants and waiter.name in self.names.known
-        return self._gone(waiter.name, waiter.wants) if is_known else unknown(waiter.name)
+        return self._gone(name, wants) if wants and name in self.names.known else unknown(name)

@@ -74,33 +74,33 @@ def gone(name: str, version: int, current: Version | None, last: int) -> errors.
 
 def busy(waiter: Waiter, claim: Claim | None, current: Version | None, now: float) -> errors.VramError | None:
     """Return the error for an attach that does not wait, where another process makes or wakes what it asks for."""
-    if waiter.claims and claim is not None:
-        made = f"{waiter.name!r} is being made by another process, which has had the claim"
+    if waiter.asked.claim and claim is not None:
+        made = f"{waiter.asked.name!r} is being made by another process, which has had the claim"
         return errors.BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
-    if waiter.purpose and current is not None and current.move is not None:
-        woken = f"{waiter.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
+    if waiter.asked.purpose and current is not None and current.move is not None:
+        woken = f"{waiter.asked.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
         return errors.BusyError(woken, (str(current.move.session),))
     return None
 
 
 def too_late(waiter: Waiter, claim: Claim | None, current: Version | None, now: float) -> errors.WaitTimeoutError:
     """Return the error for an attach that waited as long as it may."""
-    if waiter.purpose and current is not None and current.move is not None:
+    if waiter.asked.purpose and current is not None and current.move is not None:
         move = current.move
         return errors.WaitTimeoutError(
-            f"{waiter.name!r} was not woken in time; {move.session} has been at it for {now - move.since:.0f} s"
+            f"{waiter.asked.name!r} was not woken in time; {move.session} has been at it for {now - move.since:.0f} s"
         )
     who = ""
     if claim is not None:
         who = f"; {claim.session} has had the claim to publish it for {now - claim.since:.0f} s"
-    return errors.WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
+    return errors.WaitTimeoutError(f"{waiter.asked.name!r} was not published in time{who}")
 
 
 def mismatch(waiter: Waiter, version: Version) -> errors.MismatchError:
     """Return the error for a version that is not as its reader expects."""
     expect, found = waiter.notes, version.meta
-    there, difference = f"{waiter.name!r} version {version.number}", _difference(expect, found)
-    if not waiter.claims:
+    there, difference = f"{waiter.asked.name!r} version {version.number}", _difference(expect, found)
+    if not waiter.asked.claim:
         return errors.MismatchError(f"{there} is not what was expected: {difference}", expect, found)
     return errors.MismatchError(
         f"{there} is not what was expected ({difference}) and belongs to uid {version.owner}, so that uid "

@@ -180,7 +180,7 @@ def statistics(
         versions=len(catalogue.versions),
         leases=len(catalogue.leases),
         connections=connections,
-        waiting=catalogue.waiting,
+        waiting=catalogue.waiting.count,
         nbytes=nbytes,
         descriptors=total.handles,
         max_bytes=quotas.max_bytes,

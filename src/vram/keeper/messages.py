@@ -124,12 +124,12 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     call: Number
     name: Name
     version: Number = 0
-    access: Word = "r"
+    access: Annotated[str, Meta(pattern="^(r|rw|cow)$")] = "r"
     expect: Notes | None = None
     wait: Seconds | None = 0.0
     claim: bool = False
     owner: Uid | None = None
-    purpose: Word = ""
+    purpose: Annotated[str, Meta(pattern="^(park|wake)?$")] = ""
 
 
 class More(Struct, frozen=True, array_like=True, tag="more"):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import VramError
+from .messages import Attach
 from .rules import describe_process
 
 _T = TypeVar("_T")
@@ -92,7 +93,7 @@ class Version:
     torn: bool = False  # the last update was begun and not finished
     publisher: int = 0  # the session that published it, which may be gone
     parked: bool = False  # its bytes are in memory of the host, until somebody wakes it
-    move: Move | None = None  # by whom they are being moved
+    move: Lease | None = None  # by which they are being moved, and with which that ends at the latest
     pieces: dict[int, int] = field(default_factory=dict)  # its memory that others may have too, see Kept in accounts
     known: int = 0  # so many of its bytes are in those
     places: list[tuple[str, int]] | None = None  # the bytes on each device, once somebody asked
@@ -134,26 +135,12 @@ class Lease:
     page: Any = None  # the words in which its holder says that it reads what may be updated
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once it may not any more
     ended: str = ""  # who kept it from that, and how
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """The bytes of a version on their way to memory of the host, or back; it ends with its lease at the latest.
-    After `until` another lease may begin a wake. None if that is past, and when parking, which any attach ends."""
-
-    lease: Lease
-    since: float
-    until: float | None = None
-
-    @property
-    def session(self) -> Session:
-        """The connection of who moves them."""
-        return self.lease.session
+    until: float | None = None  # when another lease may begin to wake the version; None: now, or while it is parked
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the end of its time counts."""
-        return self.lease.version.move is self and self.until is not None
+        """Whether the end of its time to move the bytes counts."""
+        return self.version.move is self and self.until is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -207,34 +194,23 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """An attach that waits: `wants` is the version asked for (0: any), `claims` whether it would publish itself."""
+    """An attach that waits: what was `asked`, and until when. The metadata that it expects is kept packed."""
 
     order: int
     session: Session
-    call: int
-    name: str
-    wants: int
-    access: str
-    expected: bytes | None
-    claims: bool
-    deadline: float | None
-    owner: int | None = None  # the uid that the version has to belong to
-    purpose: str = ""  # "wake" of who would bring back what is parked, "park" of who would park it
+    asked: Attach
+    expected: bytes | None = None
+    deadline: float | None = None
 
     @property
     def is_awaited(self) -> bool:
         """Whether it still waits."""
-        return self.session.waiters.get(self.call) is self
+        return self.session.waiters.get(self.asked.call) is self
 
     @property
     def notes(self) -> dict[str, str]:
         """The metadata that a version must have; empty if any will do."""
-        return self.expect or {}
-
-    @property
-    def expect(self) -> dict[str, str] | None:
-        """The metadata that a version must have, or None if any will do."""
-        return None if self.expected is None else _unpack(self.expected)
+        return {} if self.expected is None else _unpack(self.expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from msgspec import Raw, Struct
 
 from .catalogue import Catalogue
 from .connection import Held
-from .records import Claim, Lease, Move, Session, Version, Waiter, record_from
+from .messages import Attach
+from .records import Claim, Lease, Session, Version, Waiter, record_from
 
 
 class OptionsRow(Struct, array_like=True, tag=0):
@@ -71,7 +72,7 @@ class VersionRow(Struct, array_like=True, tag=3):
 
 
 class StateRow(Struct, array_like=True, tag=4):
-    """The part of a version that changes often. `moving` is the lease of a move, since when, and until when."""
+    """The part of a version that changes often; `moving` is the lease by which its bytes move."""
 
     id: int
     current: bool
@@ -83,7 +84,7 @@ class StateRow(Struct, array_like=True, tag=4):
     updating: bool = False
     torn: bool = False
     parked: bool = False
-    moving: tuple[int, float, float | None] | None = None
+    moving: int = 0
 
 
 class LeaseRow(Struct, array_like=True, tag=5):
@@ -99,6 +100,7 @@ class LeaseRow(Struct, array_like=True, tag=5):
     page_bytes: int = 0
     purpose: str = ""
     ended: str = ""
+    until: float | None = None
 
 
 class WatchRow(Struct, array_like=True, tag=6):
@@ -125,15 +127,9 @@ class WaiterRow(Struct, array_like=True, tag=8):
 
     order: int
     session: int
-    call: int
-    name: str
-    wants: int
-    access: str
+    asked: Attach
     expected: bytes | None
-    claims: bool
     deadline: float | None
-    owner: int | None = None
-    purpose: str = ""
 
 
 class NameRow(Struct, array_like=True, tag=9):
@@ -267,7 +263,10 @@ class Replayed:
             version.watchers[session.id] = session
             session.watches[version.name, version.number] = version
         for row in self.of(StateRow):
-            self._move(made, versions.get(row.id), row)
+            move = made.leases.get(row.moving)
+            if move is not None and move.version.id == row.id:
+                move.version.move = move
+                made.schedule(move.until, move)
         for row in sorted(self.of(WaiterRow), key=lambda row: int(row.order)):  # first come, first served
             if row.session not in made.sessions:
                 self.bad += 1
@@ -312,22 +311,12 @@ class Replayed:
         for version in found.values():
             if made.is_current(version):
                 made.accounts.keep(version.owner, version, 1)
-                if version.expires is not None:
-                    made.schedule(version.expires, version)
+                made.schedule(version.expires, version)
             else:  # counts against those who lease it
                 made.accounts.total.keep(version)
             if version.writer is not None:
                 version.writer.written[version.name, version.number] = version
         return found
-
-    @staticmethod
-    def _move(made: Catalogue, version: Version | None, state: StateRow) -> None:
-        if version is None or state.moving is None or state.moving[0] not in version.leases:
-            return
-        number, since, until = state.moving
-        version.move = Move(version.leases[number], since, until)
-        if until is not None:
-            made.schedule(until, version.move)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -354,7 +343,7 @@ def everything(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[R
     changed.clear()
     changed.update(dict.fromkeys(["", *names.numbers, *names.known, *catalogue.sessions.values()], False))
     changed.update(dict.fromkeys(catalogue.versions.values(), True))
-    changed.update(dict.fromkeys([*catalogue.leases.values(), *catalogue.claims.values()], False))
+    changed.update(dict.fromkeys([*catalogue.leases.values(), *catalogue.waiting.claims.values()], False))
     for session in catalogue.sessions.values():
         changed.update(dict.fromkeys([*session.waiters.values()], False))
         changed.update(dict.fromkeys([(session, version) for version in session.watches.values()], False))
@@ -370,6 +359,7 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
     return LeaseRow(
         one.id, one.session.id, one.version.id, one.access, one.since, one.call,
         0 if page is None else number_of(page), 0 if page is None else page.nbytes, one.purpose, one.ended,
+        one.until,
     )  # fmt: skip
 
 
@@ -387,7 +377,7 @@ def _version(catalogue: Catalogue, one: Version, is_whole: bool, number_of: Call
     yield StateRow(
         one.id, catalogue.is_current(one), one.expires, one.withdrawn, one.revoked, 0 if writer is None else writer.id,
         one.updates, one.updating, one.torn, one.parked,
-        None if move is None else (move.lease.id, move.since, move.until),
+        0 if move is None else move.id,
     )  # fmt: skip
 
 
@@ -396,13 +386,13 @@ def _session(catalogue: Catalogue, one: Session) -> Row:
 
 
 def _claim(catalogue: Catalogue, one: Claim) -> Row:
-    if one.id not in catalogue.claims:
+    if one.id not in catalogue.waiting.claims:
         return gone(ClaimRow, one.id)
     return record_from(ClaimRow, one, session=one.session.id)
 
 
 def _waiter(catalogue: Catalogue, one: Waiter) -> Row:
-    if one.session.waiters.get(one.call) is not one:
+    if not one.is_awaited:
         return gone(WaiterRow, one.order)
     return record_from(WaiterRow, one, session=one.session.id)
 

@@ -330,19 +330,7 @@ class Service:
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
-        result = self.catalogue.attach(
-            session,
-            request.name,
-            self.server.now(),
-            call=request.call,
-            version=request.version,
-            access=request.access,
-            expect=request.expect,
-            wait=request.wait,
-            claim=request.claim,
-            owner=request.owner,
-            purpose=request.purpose,
-        )
+        result = self.catalogue.attach(session, request, self.server.now())
         if isinstance(result, Waiter):
             self.server.schedule()
         else:
