@@ -513,7 +513,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if self.model.passed.pop(claim.id, None) is None:
             del self.model.claims[claim.name]
         expected = self.model.serve(claim.name)
-        same(self.real.release(claim.session, claim.id, self.now), expected)
+        same(self.real.release(self.real.sessions[claim.session], claim.id, self.now), expected)
 
     # -- retiring -----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -655,7 +655,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         assert {claim.name for claim in claims.values()} == model.claims.keys()
         for claim in claims.values():
             model.claims[claim.name].id = claim.id
-        assert {c.name: (c.session.id, c.until, c.number) for c in claims.values()} == {
+        assert {c.name: (c.session, c.until, c.number) for c in claims.values()} == {
             name: (c.session, None if c.over else c.until, c.number) for name, c in model.claims.items()
         }
         passed = [c for c in real.waiting.claims.values() if c.id not in claims]

@@ -410,7 +410,7 @@ def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
     for session in (ann, bob, carl):
         waits(brief, session, 1, claim=True)
     moved = restored(brief)
-    assert (moved.waiting.claims[old.id].number, moved.waiting.claim_of("old").session.uid) == (0, BOB)
+    assert (moved.waiting.claims[old.id].number, moved.waiting.claim_of("old").session) == (0, bob.id)
     assert moved.next_deadline == 70.0
     assert moved.expire(69.9) == []
     for now, uid in ((70.0, ANN), (130.0, BOB), (190.0, BOB + 1)):

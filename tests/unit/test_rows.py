@@ -139,7 +139,7 @@ def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
 
 
 def words(record: object) -> dict[str, object]:
-    return {field.name: word(getattr(record, field.name)) for field in dataclasses.fields(record)}  # type: ignore[arg-type]
+    return {name: word(getattr(record, name)) for name in type(record).__match_args__}  # type: ignore[attr-defined]
 
 
 def word(value: object) -> object:
@@ -147,7 +147,7 @@ def word(value: object) -> object:
         return value.id
     if hasattr(value, "number"):
         return value.number
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) or isinstance(value, msgspec.Struct):
         return words(value)
     if isinstance(value, (bytes, memoryview, msgspec.Raw)):
         return bytes(value)

@@ -114,7 +114,7 @@ class Catalogue:
         self.leases: dict[int, Lease] = {}
         self.versions: dict[int, Version] = {}
         self.names = Names()
-        self.waiting = Waiting()
+        self.waiting = Waiting(self.sessions)
         self.ids = itertools.count(1)
         # Changes that are not written down yet: records, (session, version) of watches, and names whose last number is
         # another. True is of a version all of which is to be written, and not only its state.
@@ -138,7 +138,7 @@ class Catalogue:
             self.changed[session, watched] = False
         session.watches.clear()
         for waiter in list(session.waiters.values()):
-            self._forget(waiter)
+            self._forget(waiter, session)
         for publication in list(session.publications.values()):
             self.abandon(publication)
         for version in session.written.values():  # nobody else will ever finish what it had begun
@@ -147,7 +147,7 @@ class Catalogue:
         session.written.clear()
         effects: list[Effect] = []
         for claim in list(session.claims.values()):
-            self._unclaim(claim)
+            self._unclaim(claim, session)
             effects += self._serve(claim.name, now)
         return effects + self.release_all(session, sorted(session.leases), now)
 
@@ -282,7 +282,7 @@ class Catalogue:
         self.changed[version] = True
         self.schedule(version.expires, version)
         if claim is not None:
-            self._unclaim(claim)
+            self._unclaim(claim, session)
         effects += self._serve(name, now)
         return version, effects
 
@@ -305,8 +305,8 @@ class Catalogue:
         if asked.expect is not None:
             expected = packed(check_meta(asked.expect, what="expect"))
             asked = structs.replace(asked, expect=None)
-        waiter = Waiter(0, session, asked, expected)
-        result = self._try(waiter, now)
+        waiter = Waiter(0, session.id, asked, expected)
+        result = self._try(waiter, session, now)
         if not isinstance(result, Waiter):
             return result
         if asked.wait == 0.0:
@@ -325,7 +325,7 @@ class Catalogue:
         """Stop waiting. Idempotent."""
         waiter = session.waiters.get(call)
         if waiter is not None:
-            self._forget(waiter)
+            self._forget(waiter, session)
 
     def release(self, session: Session, number: int, now: float) -> list[Effect]:
         """End a lease of this session, or a claim, which the next in line gets; one that is over is no mistake."""
@@ -335,7 +335,7 @@ class Catalogue:
         claim = session.claims.get(number)
         if claim is None:
             return []
-        self._unclaim(claim)
+        self._unclaim(claim, session)
         return self._serve(claim.name, now)
 
     def release_all(self, session: Session, numbers: Sequence[int], now: float) -> list[Effect]:
@@ -408,10 +408,10 @@ class Catalogue:
         effects: list[Effect] = []
         for due in self.waiting.past(now):
             if isinstance(due, Waiter):
-                self._forget(due)
-                name = due.asked.name
-                error = too_late(due, self.waiting.claim_of(name), self._current(name), now)
-                effects.append(Answered(due.session, due.asked.call, error))
+                name, session = due.asked.name, self.sessions[due.session]
+                self._forget(due, session)
+                error = too_late(due, self._claimed(name), self._current(name), now)
+                effects.append(Answered(session, due.asked.call, error))
             elif isinstance(due, (Claim, Lease)):
                 due.until = None  # whoever is next in line takes it, now or when somebody comes
                 self.changed[due] = False
@@ -514,7 +514,7 @@ class Catalogue:
     def _current(self, name: str) -> Version | None:
         return self.names.current(name)
 
-    def _try(self, waiter: Waiter, now: float) -> Lease | Claim | Waiter:
+    def _try(self, waiter: Waiter, session: Session, now: float) -> Lease | Claim | Waiter:
         """Serve an attach as things stand; return the waiter itself if it has to wait."""
         asked, name, wants = waiter.asked, waiter.asked.name, waiter.asked.version
         version = self._current(name)
@@ -532,17 +532,17 @@ class Catalogue:
                 )
             if waiter.expected is None or waiter.notes.items() <= version.meta.items():
                 if version.parked or asked.purpose == "park":
-                    return self._begin_move(waiter, version, now)
-                return self._lease(waiter.session, version, asked.access, now, asked.call)
-            if not asked.claim or version.owner != waiter.session.uid:
-                raise mismatch(waiter, version)
+                    return self._begin_move(waiter, session, version, now)
+                return self._lease(session, version, asked.access, now, asked.call)
+            if not asked.claim or version.owner != session.uid:
+                raise mismatch(waiter, session, version)
         if not asked.claim:
             return waiter
-        session, there = waiter.session, self.waiting.claim_of(name)
+        there = self.waiting.claim_of(name)
         try:
             self._may_make(session, name, asked.owner)
         except AccessDeniedError:
-            if there is None or asked.owner not in (None, there.session.uid):
+            if there is None or asked.owner not in (None, self.sessions[there.session].uid):
                 raise
             return waiter  # another user, who may, is about to publish it
         if there is not None and there.until is not None:
@@ -554,7 +554,7 @@ class Catalogue:
     def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
         """Give a session the claim on a name. A holder whose time is over may still publish, until another has."""
         until = now + self.claim_timeout
-        claim = Claim(next(self.ids), session, name, now, until, self.names.last(name), call)
+        claim = Claim(next(self.ids), session.id, name, now, until, self.names.last(name), call)
         self.changed[claim] = False
         self.book_claim(claim)
         return claim
@@ -580,9 +580,9 @@ class Catalogue:
         self.changed[lease] = False
         return lease
 
-    def _begin_move(self, waiter: Waiter, version: Version, now: float) -> Lease | Waiter:
+    def _begin_move(self, waiter: Waiter, session: Session, version: Version, now: float) -> Lease | Waiter:
         """Serve who would park a version, and everybody who comes to one that is parked."""
-        name, session, move, purpose = version.name, waiter.session, version.move, waiter.asked.purpose
+        name, move, purpose = version.name, version.move, waiter.asked.purpose
         what = f"{name!r} version {version.number}"
         if version.parked and purpose != "wake":
             raise AsleepError(
@@ -669,17 +669,18 @@ class Catalogue:
         line = self.waiting.line_of(name)
         current = self._current(name)
         if current is not None and current.parked:
-            line.sort(key=lambda one: not one.asked.purpose or one.session.uid != current.owner)
+            line.sort(key=lambda one: not one.asked.purpose or self.sessions[one.session].uid != current.owner)
         effects: list[Effect] = []
         for waiter in line:
+            session = self.sessions[waiter.session]
             result: Lease | Claim | Waiter | VramError
             try:
-                result = self._try(waiter, now)
+                result = self._try(waiter, session, now)
             except VramError as error:
                 result = error
             if not isinstance(result, Waiter):
-                self._forget(waiter)
-                effects.append(Answered(waiter.session, waiter.asked.call, result))
+                self._forget(waiter, session)
+                effects.append(Answered(session, waiter.asked.call, result))
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:
@@ -820,8 +821,8 @@ class Catalogue:
         if forgotten:
             self.changed[forgotten] = self.changed[""] = False
 
-    def _unclaim(self, claim: Claim) -> None:
-        self.waiting.remove_claim(claim)
+    def _unclaim(self, claim: Claim, session: Session) -> None:
+        self.waiting.remove_claim(claim, session)
         self.changed[claim] = False
 
     @staticmethod
@@ -838,16 +839,21 @@ class Catalogue:
         self.waiting.add(waiter)
         self.schedule(waiter.deadline, waiter)
 
-    def _forget(self, waiter: Waiter) -> None:
-        self.waiting.remove(waiter)
+    def _forget(self, waiter: Waiter, session: Session) -> None:
+        self.waiting.remove(waiter, session)
         self.changed[waiter] = False
 
     def _gone(self, name: str, version: int) -> NotFoundError:
         return gone(name, version, self._current(name), self.names.last(name))
 
+    def _claimed(self, name: str) -> tuple[Session, float] | None:
+        """Return who has the claim on a name, and since when."""
+        claim = self.waiting.claim_of(name)
+        return None if claim is None else (self.sessions[claim.session], claim.since)
+
     def _missing(self, waiter: Waiter, now: float) -> VramError:
         name, wants = waiter.asked.name, waiter.asked.version
-        error = busy(waiter, self.waiting.claim_of(name), self._current(name), now)
+        error = busy(waiter, self._claimed(name), self._current(name), now)
         if error is not None:
             return error
         return self._gone(name, wants) if wants and name in self.names.known else unknown(name)

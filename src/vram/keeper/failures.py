@@ -11,7 +11,9 @@ from .messages import Error
 
 if TYPE_CHECKING:
     from ..sharing.channel import Credentials
-    from .records import Claim, Evicted, Version, Waiter
+    from .records import Evicted, Session, Version, Waiter
+
+    Claimant = tuple[Session, float] | None  # the session that has a claim, and since when
 
 _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
@@ -72,18 +74,18 @@ def gone(name: str, version: int, current: Version | None, last: int) -> errors.
     return errors.NotFoundError(f"{name!r} version {version} is gone or was never there; {there}")
 
 
-def busy(waiter: Waiter, claim: Claim | None, current: Version | None, now: float) -> errors.VramError | None:
+def busy(waiter: Waiter, claimant: Claimant, current: Version | None, now: float) -> errors.VramError | None:
     """Return the error for an attach that does not wait, where another process makes or wakes what it asks for."""
-    if waiter.asked.claim and claim is not None:
+    if waiter.asked.claim and claimant is not None:
         made = f"{waiter.asked.name!r} is being made by another process, which has had the claim"
-        return errors.BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
+        return errors.BusyError(f"{made} for {now - claimant[1]:.0f} s", (str(claimant[0]),))
     if waiter.asked.purpose and current is not None and current.move is not None:
         woken = f"{waiter.asked.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
         return errors.BusyError(woken, (str(current.move.session),))
     return None
 
 
-def too_late(waiter: Waiter, claim: Claim | None, current: Version | None, now: float) -> errors.WaitTimeoutError:
+def too_late(waiter: Waiter, claimant: Claimant, current: Version | None, now: float) -> errors.WaitTimeoutError:
     """Return the error for an attach that waited as long as it may."""
     if waiter.asked.purpose and current is not None and current.move is not None:
         move = current.move
@@ -91,12 +93,12 @@ def too_late(waiter: Waiter, claim: Claim | None, current: Version | None, now: 
             f"{waiter.asked.name!r} was not woken in time; {move.session} has been at it for {now - move.since:.0f} s"
         )
     who = ""
-    if claim is not None:
-        who = f"; {claim.session} has had the claim to publish it for {now - claim.since:.0f} s"
+    if claimant is not None:
+        who = f"; {claimant[0]} has had the claim to publish it for {now - claimant[1]:.0f} s"
     return errors.WaitTimeoutError(f"{waiter.asked.name!r} was not published in time{who}")
 
 
-def mismatch(waiter: Waiter, version: Version) -> errors.MismatchError:
+def mismatch(waiter: Waiter, session: Session, version: Version) -> errors.MismatchError:
     """Return the error for a version that is not as its reader expects."""
     expect, found = waiter.notes, version.meta
     there, difference = f"{waiter.asked.name!r} version {version.number}", _difference(expect, found)
@@ -104,7 +106,7 @@ def mismatch(waiter: Waiter, version: Version) -> errors.MismatchError:
         return errors.MismatchError(f"{there} is not what was expected: {difference}", expect, found)
     return errors.MismatchError(
         f"{there} is not what was expected ({difference}) and belongs to uid {version.owner}, so that uid "
-        f"{waiter.session.uid} may not replace it",
+        f"{session.uid} may not replace it",
         expect,
         found,
     )

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import VramError
 from .messages import Attach
@@ -99,11 +100,6 @@ class Version:
     places: list[tuple[str, int]] | None = None  # the bytes on each device, once somebody asked
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether the end of its time to live counts."""
-        return self.expires is not None
-
-    @property
     def loose(self) -> int:
         """The bytes that no other version has, as far as can be known."""
         return self.nbytes - self.known
@@ -137,11 +133,6 @@ class Lease:
     ended: str = ""  # who kept it from that, and how
     until: float | None = None  # when another lease may begin to wake the version; None: now, or while it is parked
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the end of its time to move the bytes counts."""
-        return self.version.move is self and self.until is not None
-
 
 @dataclass(slots=True, eq=False)
 class Publication:
@@ -173,39 +164,28 @@ class Publication:
         return _unpack(self.notes)
 
 
-@dataclass(slots=True, eq=False)
-class Claim:
-    """The right and duty of one connection to publish a name; `number` is the last version when it got the claim.
-    After `until` another client that waits gets one as well; None if that is past."""
+class Claim(Struct, eq=False, array_like=True, tag=7):
+    """The right and duty of one session to publish a name; `number` is the last version when it got the claim.
+    After `until` another client that waits gets one as well; None if that is past. It is its own row."""
 
     id: int
-    session: Session
+    session: int
     name: str
     since: float
     until: float | None
     number: int
     call: int = 0  # of its holder, by which it was granted
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the end of its time counts."""
-        return self.session.claims.get(self.id) is self
 
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """An attach that waits: what was `asked`, and until when. The metadata that it expects is kept packed."""
+class Waiter(Struct, eq=False, array_like=True, tag=8):
+    """An attach that waits: what was `asked`, and until when. The metadata that it expects is kept packed.
+    It is its own row."""
 
     order: int
-    session: Session
+    session: int
     asked: Attach
     expected: bytes | None = None
     deadline: float | None = None
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether it still waits."""
-        return self.session.waiters.get(self.asked.call) is self
 
     @property
     def notes(self) -> dict[str, str]:

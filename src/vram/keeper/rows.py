@@ -16,7 +16,6 @@ from msgspec import Raw, Struct
 
 from .catalogue import Catalogue
 from .connection import Held
-from .messages import Attach
 from .records import Claim, Lease, Session, Version, Waiter, record_from
 
 
@@ -110,28 +109,6 @@ class WatchRow(Struct, array_like=True, tag=6):
     version: int
 
 
-class ClaimRow(Struct, array_like=True, tag=7):
-    """A claim on a name."""
-
-    id: int
-    session: int
-    name: str
-    since: float
-    until: float | None
-    number: int
-    call: int = 0
-
-
-class WaiterRow(Struct, array_like=True, tag=8):
-    """An attach that waits."""
-
-    order: int
-    session: int
-    asked: Attach
-    expected: bytes | None
-    deadline: float | None
-
-
 class NameRow(Struct, array_like=True, tag=9):
     """The last number of a version of a name, if that version is gone; of the empty name, the last of all names that
     were forgotten."""
@@ -160,7 +137,7 @@ class Gone(Struct, array_like=True, tag=11):
 
 
 Row = (
-    OptionsRow | PeerRow | SessionRow | VersionRow | StateRow | LeaseRow | WatchRow | ClaimRow | WaiterRow | NameRow
+    OptionsRow | PeerRow | SessionRow | VersionRow | StateRow | LeaseRow | WatchRow | Claim | Waiter | NameRow
     | OutcomeRow | Gone
 )  # fmt: skip
 
@@ -170,12 +147,12 @@ _all = msgspec.msgpack.Decoder(list[Row]).decode
 _row = msgspec.msgpack.Decoder(Row).decode
 _KEYS: dict[type, Callable[[Any], Key]] = {
     OptionsRow: lambda _: 0,
-    PeerRow: attrgetter("number"), WaiterRow: attrgetter("order"), NameRow: attrgetter("name"),
+    PeerRow: attrgetter("number"), Waiter: attrgetter("order"), NameRow: attrgetter("name"),
     WatchRow: attrgetter("session", "version"), OutcomeRow: attrgetter("session", "call"),
-    **dict.fromkeys([SessionRow, VersionRow, StateRow, LeaseRow, ClaimRow], attrgetter("id")),
+    **dict.fromkeys([SessionRow, VersionRow, StateRow, LeaseRow, Claim], attrgetter("id")),
 }  # fmt: skip
 _TAGS: dict[type, int] = {kind: kind.__struct_config__.tag for kind in _KEYS}  # type: ignore[attr-defined]
-_NUMBERED = {SessionRow, VersionRow, LeaseRow, ClaimRow, WaiterRow}  # from one counter
+_NUMBERED = {SessionRow, VersionRow, LeaseRow, Claim, Waiter}  # from one counter
 _KINDS = {tag: kind for kind, tag in _TAGS.items()}
 
 
@@ -267,18 +244,16 @@ class Replayed:
             if move is not None and move.version.id == row.id:
                 move.version.move = move
                 made.schedule(move.until, move)
-        for row in sorted(self.of(WaiterRow), key=lambda row: int(row.order)):  # first come, first served
-            if row.session not in made.sessions:
+        for waiter in sorted(self.of(Waiter), key=lambda row: int(row.order)):  # first come, first served
+            if waiter.session in made.sessions:
+                made.line_up(waiter)
+            else:
                 self.bad += 1
-                continue
-            waiter = record_from(Waiter, row, session=made.sessions[row.session])
-            made.line_up(waiter)
-        for row in sorted(self.of(ClaimRow), key=lambda row: int(row.id)):  # the last of a name has not passed on
-            if row.session not in made.sessions:
+        for claim in sorted(self.of(Claim), key=lambda row: int(row.id)):  # the last of a name has not passed on
+            if claim.session in made.sessions:
+                made.book_claim(claim)
+            else:
                 self.bad += 1
-                continue
-            claim = record_from(Claim, row, session=made.sessions[row.session])
-            made.book_claim(claim)
         for version in [one for one in versions.values() if not one.leases and not made.is_current(one)]:
             made.forget(version)  # nobody has it: a lease of it was lost
             version.token.drop()
@@ -386,15 +361,13 @@ def _session(catalogue: Catalogue, one: Session) -> Row:
 
 
 def _claim(catalogue: Catalogue, one: Claim) -> Row:
-    if one.id not in catalogue.waiting.claims:
-        return gone(ClaimRow, one.id)
-    return record_from(ClaimRow, one, session=one.session.id)
+    return one if one.id in catalogue.waiting.claims else gone(Claim, one.id)
 
 
 def _waiter(catalogue: Catalogue, one: Waiter) -> Row:
-    if not one.is_awaited:
-        return gone(WaiterRow, one.order)
-    return record_from(WaiterRow, one, session=one.session.id)
+    session = catalogue.sessions.get(one.session)
+    is_there = session is not None and session.waiters.get(one.asked.call) is one
+    return one if is_there else gone(Waiter, one.order)
 
 
 def _watch(catalogue: Catalogue, one: tuple[Session, Version]) -> Row:

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from .records import Claim, Lease, Version, Waiter
+from .records import Claim, Lease, Session, Version, Waiter
 
 Due = Waiter | Version | Claim | Lease
 
@@ -14,7 +14,8 @@ Due = Waiter | Version | Claim | Lease
 class Waiting:
     """Waiters and claims by name, and the records that are due, in order: what nobody awaits any more is left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: dict[int, Session]) -> None:
+        self._sessions = sessions
         self.count = 0  # of waiters
         self.claims: dict[int, Claim] = {}
         self._lines: dict[str, dict[int, Waiter]] = {}  # by name and order, in which they came
@@ -29,13 +30,13 @@ class Waiting:
 
     def add(self, waiter: Waiter) -> None:
         """Have a waiter wait."""
-        waiter.session.waiters[waiter.asked.call] = waiter
+        self._sessions[waiter.session].waiters[waiter.asked.call] = waiter
         self._lines.setdefault(waiter.asked.name, {})[waiter.order] = waiter
         self.count += 1
 
-    def remove(self, waiter: Waiter) -> None:
-        """End the wait of a waiter."""
-        del waiter.session.waiters[waiter.asked.call]
+    def remove(self, waiter: Waiter, session: Session) -> None:
+        """End the wait of a waiter of this session."""
+        del session.waiters[waiter.asked.call]
         line = self._lines[waiter.asked.name]
         del line[waiter.order]
         if not line:
@@ -49,12 +50,11 @@ class Waiting:
 
     def add_claim(self, claim: Claim) -> None:
         """Note a claim, which is now the one on its name."""
-        self._claim_of[claim.name] = claim.session.claims[claim.id] = self.claims[claim.id] = claim
+        self._claim_of[claim.name] = self._sessions[claim.session].claims[claim.id] = self.claims[claim.id] = claim
 
-    def remove_claim(self, claim: Claim) -> None:
-        """End a claim."""
-        del self.claims[claim.id]
-        del claim.session.claims[claim.id]
+    def remove_claim(self, claim: Claim, session: Session) -> None:
+        """End a claim of this session."""
+        del self.claims[claim.id], session.claims[claim.id]
         if self._claim_of.get(claim.name) is claim:
             del self._claim_of[claim.name]
 
@@ -74,12 +74,21 @@ class Waiting:
         heapq.heappush(self._due, (when, next(self._ids), due))
         # A client that waits and gives up for ever must not make it grow.
         if len(self._due) > 64 + 2 * (self.count + len(self.claims) + versions):
-            self._due = [one for one in self._due if one[2].is_awaited]
+            self._due = [one for one in self._due if self._is_awaited(one[2])]
             heapq.heapify(self._due)
 
     def past(self, now: float) -> Iterator[Due]:
         """Take out what is due, one after the other."""
         while self._due and self._due[0][0] <= now:
             _, _, due = heapq.heappop(self._due)
-            if due.is_awaited:
+            if self._is_awaited(due):
                 yield due
+
+    def _is_awaited(self, due: Due) -> bool:
+        if isinstance(due, Waiter):
+            return due.order in self._lines.get(due.asked.name, ())
+        if isinstance(due, Claim):
+            return due.id in self.claims
+        if isinstance(due, Lease):
+            return due.version.move is due and due.until is not None
+        return due.expires is not None
