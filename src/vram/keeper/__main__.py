@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT
 from .limits import OPTIONS, Quotas, parse_limit
 from .rules import IDLE, MAX_TTL
-from .server import LEAST, KeeperServer, most_handles
+from .server import ENDING, LEAST, KeeperServer, most_handles
 from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 
 PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directory has no part of the library
-# Options that hold from one keeper to the next, unless they are given anew.
-_CARRIED = {**{option.flag: option.field for option in OPTIONS}, "--patience": "patience"}
-_CARRIED["--claim-timeout"] = "claim_timeout"
-_NOT_CARRIED = ("--metrics", "--log")  # which somebody may miss
+# Options that hold from one keeper to the next, unless they are given anew; and others, which somebody may miss.
+_LIMITS = {**{option.flag: option.field for option in OPTIONS}, "--claim-timeout": "claim_timeout"}
+_CARRIED = {**_LIMITS, "--patience": "patience"}
+_NOT_CARRIED = {"--metrics": "metrics", "--log": "log"}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, or this user's)")
     parser.add_argument(
-        "--mode", help="permissions of the socket, octal: who may connect may attach (default: 0600, or kept)"
+        "--mode",
+        type=_mode,
+        help="permissions of the socket, octal: who may connect may attach (default: 0600, or kept)",
     )
     parser.add_argument("--group", help="group of the socket")
     for option in OPTIONS:
@@ -86,20 +89,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _mode(text: str) -> int:
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an octal mode such as 0660")
+    return mode
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a keeper until it is told to stop; return the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    mode = _mode(parser, given.mode)
     options = list(sys.argv[1:] if arguments is None else arguments)
     if given.takeover and given.ephemeral:
         parser.error("--takeover with --ephemeral: a keeper can be restarted, and go on, if it survives")
     if (given.survive or given.takeover) and given.guardian_fd < 0:
         try:
-            _hold(given, mode, options)
+            _hold(given, options)
         except VramError as error:
             print(f"vram keep: {error}", file=sys.stderr)
             return 1
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # before there are threads: the server has one that hears them
     if given.log is not None:
         event_log.start(given.log, given.log_level)
         event_log.say(
@@ -107,24 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fields={"process.pid": os.getpid(), "user.id": os.geteuid(), "service.version": __version__},
         )
     try:
-        return _keep(given, mode, options)
+        return _keep(given, options)
     finally:
         event_log.stop()
 
 
-def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
-    try:
-        mode = None if given is None else int(given, 8)
-    except ValueError:
-        mode = -1
-    if mode is not None and not 0 <= mode <= 0o777:
-        parser.error(f"--mode {given!r} is not an octal mode such as 0660")
-    return mode
-
-
-def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> int:
-    recovered = False
-    said = ""  # of the keeper before, at a planned restart
+def _keep(given: argparse.Namespace, options: list[str]) -> int:
+    pid = {"process.pid": os.getpid()}
+    recovered, said = False, ""  # of the keeper before, at a planned restart
     is_started = given.ready_fd >= 0  # by a program that waits until it serves
     # Not of a program that has a keeper of its own: what is said there is of that program. But a restart in the
     # background is what `systemctl reload` starts.
@@ -136,47 +139,36 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
         server.loop.call_later(manager.watchdog_interval, beat)
 
     def about_to_restart(pid: int) -> None:
-        if manager:
-            if server.listener.lent and not is_same_service(pid):
-                # It would take this process for dead, and start another keeper on the same listener.
-                raise UnsupportedError(
-                    "a planned restart",
-                    "a process in the service of the keeper",
-                    f"pid {pid} outside of it",
-                    "Use `systemctl reload vram-keeper`",
-                )
-            manager.reloading()
+        if manager and server.listener.lent and not is_same_service(pid):
+            # It would take this process for dead, and start another keeper on the same listener.
+            raise UnsupportedError(
+                "a planned restart",
+                "a process in the service of the keeper",
+                f"pid {pid} outside of it",
+                "Use `systemctl reload vram-keeper`",
+            )
+        manager.reloading()
         event_log.say("vram.keeper.handed_over", fields={"process.pid": pid})
 
     def ready() -> None:
-        if guard is not None and guard.taken_from is not None:
-            event_log.say("vram.keeper.takeover", fields={"process.pid": guard.taken_from.pid})
-        elif recovered:
-            event_log.say("vram.keeper.recovered", fields={"process.pid": os.getpid()})
-        event_log.say("vram.keeper.ready", fields={"process.pid": os.getpid(), "vram.keeper.socket": server.path})
-        manager.ready(f"serving at {server.path}", main=link.pid if link is not None and said else None)
-        if manager.watchdog_interval:
-            beat()
         ends = "`vram stop`" if is_started else "Ctrl-C or SIGTERM"
         lines = [f"serving at {server.path} (pid {os.getpid()}); {ends} ends it"]
-        if said:
+        if guard is not None and guard.taken_from is not None:
+            event_log.say("vram.keeper.takeover", fields={"process.pid": guard.taken_from.pid})
             lines.insert(0, said)
         elif recovered:
+            event_log.say("vram.keeper.recovered", fields=pid)
             lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
         elif given.takeover:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
-        if not is_started:
-            for line in lines:
-                _say(line)
-            return
-        with contextlib.suppress(OSError):  # the program waits no more, or a keeper that died had told it
-            os.write(given.ready_fd, os.fsencode("".join(f"vram keep: {line}\n" for line in lines)))
-        os.close(given.ready_fd)
-        if link is not None and "--ready-fd" in link.command:  # another guardian has no such descriptor
-            at = link.command.index("--ready-fd")
-            del link.command[at : at + 2]
-        if given.log is None and given.parent_fd < 0:
-            _write_nowhere()
+        event_log.say("vram.keeper.ready", fields={**pid, "vram.keeper.socket": server.path})
+        manager.ready(f"serving at {server.path}", main=link.pid if link is not None and said else None)
+        if manager.watchdog_interval:
+            beat()
+        if is_started:
+            _tell_starter(given, lines, link)
+        else:
+            _say(*lines)
 
     def ending() -> None:
         manager.stopping()
@@ -186,7 +178,6 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
     link: GuardianLink | None = None
     guard: Guard | None = None
     try:
-        quotas, claim_timeout = _limits(given)
         if given.guardian_fd >= 0:
             from .guarded import TO_HAND, Guard, GuardianLink
 
@@ -197,39 +188,30 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
             if TO_HAND in guard.kept:
                 _take_over(guard, given.socket)
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
-        listener = None if is_started else _passed_listener(given, mode)
-        server = KeeperServer(
-            given.socket if listener is None else listener.path,
-            mode=mode,
-            group=given.group,
-            quotas=quotas,
-            patience=IDLE if given.patience is None else given.patience,
-            claim_timeout=claim_timeout,
-            guard=guard,
-        )
+        listener = None if is_started else _passed_listener(given)
+        path = given.socket if listener is None else listener.path
+        server = KeeperServer(path, mode=given.mode, group=given.group, guard=guard)
         if guard is not None:
             server.about_to_restart = about_to_restart
             recovered = guard.recover()
             if guard.taken_from is not None:
-                said, carried = _carried(guard.taken_from, given)
+                said, carried = _carry_over(guard.taken_from, given)
                 options += carried
                 guard.link.start_as([*PROGRAM, *options])
-                given = _parser().parse_args(options)
-                quotas, server.catalogue.claim_timeout = _limits(given)
-                server.limit(quotas)
-                server.patience = IDLE if given.patience is None else given.patience
-        server.options = [word for flag in (*_CARRIED, *_NOT_CARRIED) for word in _given(given, flag)]
-        if listener is not None:
-            server.listen_on(listener)
-        elif given.listener_fd >= 0:
+        quotas, server.catalogue.claim_timeout = _limits(given)
+        server.limit(quotas)
+        server.patience = IDLE if given.patience is None else given.patience
+        server.options = _words(given, _CARRIED | _NOT_CARRIED)
+        if given.listener_fd >= 0:
             passed = socket.socket(fileno=given.listener_fd)
-            os.set_inheritable(given.listener_fd, False)
             if recovered:  # with the same one, which the keeper before had given to the guardian
                 passed.close()
             else:
-                server.listen_on(Listener.adopt(given.socket, passed, lent=True))
+                listener = Listener.adopt(given.socket, passed, lent=True)
+        if listener is not None:
+            server.listen_on(listener)
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
-        event_log.say("vram.keeper.shutdown", fields={"process.pid": os.getpid()})
+        event_log.say("vram.keeper.shutdown", fields=pid)
         if server.is_followed:  # whoever follows waits for the end of this process, which has much to tear down
             event_log.stop()
             os._exit(0)
@@ -253,7 +235,7 @@ def _limits(given: argparse.Namespace) -> tuple[Quotas, float]:
     return Quotas(**quotas), claim
 
 
-def _hold(given: argparse.Namespace, mode: int | None, options: list[str]) -> NoReturn:
+def _hold(given: argparse.Namespace, options: list[str]) -> NoReturn:
     """Replace this process by the guardian, which starts keepers. Mistakes in the options, and a service manager's
     listener, are found here: a keeper that goes on must not end because the mode of a path has changed."""
     from .guarded import guardian_command
@@ -261,7 +243,7 @@ def _hold(given: argparse.Namespace, mode: int | None, options: list[str]) -> No
     _limits(given)
     if given.group is not None:
         group_id(given.group)
-    listener = None if given.ready_fd >= 0 else _passed_listener(given, mode)
+    listener = None if given.ready_fd >= 0 else _passed_listener(given)
     giver: list[str] = []
     if given.takeover:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -300,24 +282,31 @@ def _take_over(guard: Guard, path: str | None) -> None:
     guard.kept = guard.link.everything()
 
 
-def _carried(before: OptionsRow, given: argparse.Namespace) -> tuple[str, list[str]]:
-    """Say what became of the keeper before, and return those of its options that hold and were not given anew."""
+def _carry_over(before: OptionsRow, given: argparse.Namespace) -> tuple[str, list[str]]:
+    """Have those options hold that the keeper before had and that were not given anew.
+    Return what became of that keeper, for a person, and these options."""
     its, _ = _parser().parse_known_args(before.options)  # of another version, perhaps
-    carried = [word for flag in _CARRIED for word in _given(its, flag) if not _given(given, flag)]
-    limits = [word for flag in _CARRIED if flag != "--patience" for word in _given(given, flag) or _given(its, flag)]
+
+    fields = {**_CARRIED, **_NOT_CARRIED}
+    had = {flag: field for flag, field in fields.items() if getattr(its, field) is not None}
+    missing = {flag: field for flag, field in had.items() if getattr(given, field) is None}
+    carried = {flag: field for flag, field in missing.items() if flag in _CARRIED}
+    left = [flag for flag in missing if flag in _NOT_CARRIED]
+    for field in carried.values():
+        setattr(given, field, getattr(its, field))
+    limits = _words(given, _LIMITS)
     said = f"took over from pid {before.pid}{', with ' * bool(limits)}{' '.join(limits)}"
-    left = [flag for flag in _NOT_CARRIED if _given(its, flag) and not _given(given, flag)]
-    return f"{said}{'; not taken over, to be given again: ' * bool(left)}{', '.join(left)}", carried
+    return f"{said}{'; not taken over, to be given again: ' * bool(left)}{', '.join(left)}", _words(its, carried)
 
 
-def _given(given: argparse.Namespace, flag: str) -> list[str]:
-    """Return an option as it was given, if it was."""
-    value = getattr(given, _CARRIED.get(flag, flag[2:]))
-    return [] if value is None else [flag, str(value)]
+def _words(given: argparse.Namespace, fields: dict[str, str]) -> list[str]:
+    """Return options, by flag and field, as they were given; without those that were not."""
+    values = {flag: getattr(given, field) for flag, field in fields.items()}
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 
-def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | None:
-    listener = given_listener(given.socket, mode, given.group)
+def _passed_listener(given: argparse.Namespace) -> Listener | None:
+    listener = given_listener(given.socket, given.mode, given.group)
     if listener is not None and given.takeover:
         listener.sock.close()
         raise UsageError(
@@ -348,18 +337,26 @@ def _let_go(server: KeeperServer) -> str:
     return f"{said}; what is mapped by {format_count(leases, 'lease')} stays until it is closed" if leases else said
 
 
-def _write_nowhere() -> None:
-    """Let go of stderr, which was for whoever waited until it serves: a file of theirs, which nobody reads any more."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+def _tell_starter(given: argparse.Namespace, lines: list[str], link: GuardianLink | None) -> None:
+    """Tell the program that waits until this keeper serves, and let go of all that is of that program."""
+    with contextlib.suppress(OSError):  # the program waits no more, or a keeper that died had told it
+        os.write(given.ready_fd, os.fsencode("".join(f"vram keep: {line}\n" for line in lines)))
+    os.close(given.ready_fd)
+    if link is not None and "--ready-fd" in link.command:  # another guardian has no such descriptor
+        at = link.command.index("--ready-fd")
+        del link.command[at : at + 2]
+    if given.log is None and given.parent_fd < 0:  # stderr is a file of theirs, which nobody reads any more
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
 
 
-def _say(line: str) -> None:
-    """Print a line. A failure to print does not end the keeper, which may hold memory already."""
+def _say(*lines: str) -> None:
+    """Print lines. A failure to print does not end the keeper, which may hold memory already."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard output
-        print(f"vram keep: {line}", flush=True)
+        for line in lines:
+            print(f"vram keep: {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class Listener:
         self.sock = sock
         self.lent = lent
         sock.setblocking(False)
+        os.set_inheritable(sock.fileno(), False)
         sock.listen(1024)  # again, so that clients see this process's credentials and not its predecessor's
         self.inode = None if lent else _inode(path)  # None: somebody removed it, and who is connected is served
         return self

@@ -1,11 +1,31 @@
 """A keeper that goes on: its state is rows in a journal, from which the next keeper is made.
 
 The guardian (:mod:`.guardian`) has duplicates of all descriptors and of the journal, and starts the next keeper when
-this one dies. At a planned restart (:mod:`.restart`) another guardian gets all that from the first one, and starts the
-next keeper. Either way that makes its state from the rows, has the same connections, and asks each client for the calls
+this one dies. That one makes its state from the rows, has the same connections, and asks each client for the calls
 that were not answered: they come once more, and take effect once, because the rows say which of them had one.
 
 The order: the guardian has a descriptor, then its row is written, then the answer is sent.
+
+A planned restart (``vram keep --takeover``), which is an upgrade too, is a crash that was asked for, with another
+guardian::
+
+    guardian of `vram keep --takeover`, its keeper          running keeper          its guardian
+
+      |  starts a keeper, gives it a socket
+      |               |  ------ Takeover + the socket ------> |
+      |               |  <-------------- Done --------------- |  --- the socket -->  |
+      |               |                                     ends                     |
+      |  <- G: everything -|
+      |  --------------------- give me everything (G) over the socket -------------> |
+      |  <------------------------------ all descriptors --------------------------  |
+      |  -- everything --> |
+                    is made of the rows, and is about to serve
+                      |  ---------------- you may end (E) over the socket -------->  |
+                    serves                                                         ends
+
+The first guardian starts a keeper of its own, as after a crash, if the socket ends without ``E``: when the new
+guardian and its keeper are both gone. So one keeper serves, whatever else is killed, and no reader notices. While the
+descriptors move, the first guardian alone has everything: if it is killed then, all is lost.
 """
 
 from __future__ import annotations
@@ -13,6 +33,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -22,33 +43,33 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 from .. import errors
 from ..sharing.channel import ALL_FDS, peer_credentials, receive
 from ..sharing.channel import hang_up as hang_up_socket
 from . import event_log
-from .bind import set_permissions
-from .connection import Connection, Held
+from . import messages as m
+from .bind import Listener, set_permissions
+from .catalogue import Catalogue
+from .connection import Connection, Held, Unsettled
 from .journal import Journal
-from .records import Session
-from .restart import LISTENER, adopt, greet_again, options_of, written
-from .rows import OptionsRow, OutcomeRow, PeerRow, Row, changes, encode, gone
+from .records import Evicted, Notify, Session
+from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, changes, encode, everything, gone
 from .rules import GUARDIAN
 from .server import KeeperServer
 
 # Numbers of descriptors. At a planned restart BEFORE is the connection to the guardian that gave everything; TO_HAND is
 # its other end, to be handed to the running keeper.
-JOURNAL, BEFORE, TO_HAND, _FIRST = 0, 2, 3, 4
+JOURNAL, LISTENER, BEFORE, TO_HAND, _FIRST = 0, 1, 2, 3, 4
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
 _LEAST = 4 << 20  # a journal begins anew after so many bytes, or so many times its beginning, whichever is more
 _TIMES = 2
+_ROWS = 1024  # in one record
+_OUTCOMES = 65_536  # the latest, of all clients: only of those that were not answered is asked again
 _SOCKET, _RIGHTS = int(socket.SOL_SOCKET), socket.SCM_RIGHTS  # no member of an enum, which is asked for its number
-
-_number = struct.Struct("<Q").pack
 
 
 def guardian_command() -> list[str]:
@@ -118,11 +139,6 @@ class GuardianLink:
         if len(self._dropped) >= _DROPPED:
             self.flush()
 
-    @property
-    def owes(self) -> bool:
-        """Whether there is something to :meth:`flush`."""
-        return bool(self._dropped)
-
     def flush(self) -> None:
         """Tell now what is to be held no longer."""
         while self._dropped:
@@ -131,7 +147,7 @@ class GuardianLink:
 
     def tell(self, kind: bytes, *numbers: int, fds: Sequence[int] = ()) -> None:
         """Say something. A guardian that does not hear it is replaced, and the next one knows all of it."""
-        payload = kind + (_number(*numbers) if len(numbers) == 1 else struct.pack(f"<{len(numbers)}Q", *numbers))
+        payload = kind + struct.pack(f"<{len(numbers)}Q", *numbers)
         try:
             _send(self.sock, payload, fds)
         except OSError:
@@ -160,7 +176,10 @@ class GuardianLink:
             self.sock.sendall(b"G" + struct.pack("<Q", len(found)))
             payload, fds, _ = receive(self.sock, 0, ALL_FDS)
             if not payload:
-                raise errors.PeerGoneError("the guardian of what the keeper before had died")
+                raise errors.PeerGoneError(
+                    f"the guardian of this keeper (pid {self.pid}) ended before it had given everything: there is "
+                    f"nothing to serve. See what runs (vram ls), and start the keeper again (vram keep)"
+                )
             if not fds:
                 self.held = dict(found)
                 self.next = max([self.next, *(number + 1 for number in found)])
@@ -205,7 +224,7 @@ class GuardianLink:
         self._guardian = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
         for number in sorted(self.held, reverse=True):  # the journal last: who has it has everything
-            _send(self.sock, b"K" + _number(number), [self.held[number]])
+            _send(self.sock, b"K" + struct.pack("<Q", number), [self.held[number]])
         self.sock.sendall(b"R")
 
 
@@ -276,7 +295,6 @@ class Guard:
             self.taken_from = options
             set_permissions(server.path, server.mode, server.gid)
         self.compact_at = self.journal.nbytes + _LEAST
-        server.greeting = partial(greet_again, server, self.journal.generation)
         return True
 
     def _let_go(self, kept: dict[int, int]) -> None:
@@ -297,7 +315,7 @@ class Guard:
             # A number that no journal of another keeper has: clients tell by it which of them goes on.
             self._begin_journal(time.monotonic_ns() // 1000)
         else:
-            self._rows.append(options_of(self.server))
+            self._rows.append(self._options())
             self.flush()
         if self._before is not None:
             if signal.sigpending() & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
@@ -308,6 +326,28 @@ class Guard:
             self.link.flush()
             self._before.close()
             self._before = None
+
+    def greet_again(self) -> None:
+        """Tell every client of the keeper before that this one goes on, and ask for its unanswered calls."""
+        server, catalogue = self.server, self.server.catalogue
+        server.service.generation = generation = 0 if self.journal is None else self.journal.generation
+        for orphan in [one for one in catalogue.sessions.values() if one.id not in server.connections]:
+            server.service.leave(orphan)  # its connection was gone already
+        for connection in [*server.pending, *server.connections.values()]:
+            session = connection.session
+            if connection.closed:
+                continue
+            if session is None:  # its greeting may be lost: it connects again
+                connection.close()
+            elif session.evicted is not None:
+                server.service.carry_out([Evicted(session, *session.evicted)])
+            else:
+                connection.send(m.encode(m.Recovered(0, generation, server.pid)))
+                for version in [one for one in session.watches.values() if not catalogue.is_current(one)]:
+                    current = catalogue.names.current(version.name)  # that news may not have been sent
+                    reason = "revoked" if version.revoked else "removed" if version.withdrawn else "replaced"
+                    number = 0 if current is None else current.number
+                    server.service.carry_out([Notify(session, version.name, version.number, reason, number)])
 
     def watch(self) -> None:
         """Tell the guardian that this keeper serves, and see whether it is there, from now on."""
@@ -332,10 +372,24 @@ class Guard:
 
     # -- the journal --------------------------------------------------------------------------------------------------
     def _begin_journal(self, generation: int) -> None:
-        self.journal = written(self.server, self._number, generation)
+        """Write all that the server has into a new journal."""
+        with uncollected():
+            server, peers = self.server, [*self.server.pending, *self.server.connections.values()]
+            rows: list[Row] = [self._options()]
+            rows += [PeerRow(one.number, 0 if one.session is None else one.session.id) for one in peers]
+            rows += everything(server.catalogue, self._number)
+            rows += [row for one in peers for row in _outcomes(one)]
+            records = [encode(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
+            self.journal = Journal.new(generation, sum(map(len, records)))
+            for record in records:
+                self.journal.append(record)
         self._rows.clear()
         self.compact_at = max(_LEAST, _TIMES * self.journal.nbytes)
         self.link.keep_as(JOURNAL, [self.journal.fd])
+
+    def _options(self) -> OptionsRow:
+        server = self.server
+        return OptionsRow(next(server.catalogue.ids), os.getpid(), server.listener.lent, server.options)
 
     def _number(self, held: Held) -> int:
         """Return the number of the first descriptor, which the guardian has from now on."""
@@ -390,10 +444,74 @@ class Guard:
         """Have descriptors held no longer, soon."""
         self.flush()  # first: no row is to name what is gone
         self.link.drop(*range(first, first + count))
-        if self.link.owes and not self._telling and self.server.is_serving:
+        if not self._telling and self.server.is_serving:
             self._telling = True
             self.server.loop.call_later(_TOLD_AFTER, self._tell)
 
     def _tell(self) -> None:
         self._telling = False
         self.link.flush()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no cycles for the length of a block that makes much and no garbage: that is a third of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _outcomes(connection: Connection) -> Iterator[OutcomeRow]:
+    """Yield the outcomes of calls whose client has not made room for the answer, or may make them again."""
+    if connection.session is None:
+        return
+    if connection.unsettled is not None:
+        for call, version in connection.unsettled.outcomes.items():
+            yield OutcomeRow(connection.session.id, call, version)
+    for payload, *_ in connection.queue:
+        said = m.decode_reply(payload)
+        if isinstance(said, (m.Published, m.Done)):
+            yield OutcomeRow(connection.session.id, said.call, said.version if isinstance(said, m.Published) else 0)
+
+
+@uncollected()
+def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> OptionsRow:
+    """Make a server's state of a journal and of descriptors by number; what is taken over leaves `kept`."""
+    replayed = Replayed(journal.records())
+    options = replayed.options
+    if options is None or LISTENER not in kept:
+        raise errors.ProtocolError("the journal of the keeper before lacks its beginning: what was kept is lost")
+
+    def token(first: int, count: int, nbytes: int) -> Held | None:
+        numbers = range(first, first + count)
+        if not all(map(kept.__contains__, numbers)):
+            return None
+        return Held(list(map(kept.pop, numbers)), nbytes, server.dispose, number=first)
+
+    before = server.catalogue
+    made = Catalogue(
+        before.accounts.quotas, keeper_uid=before.accounts.keeper_uid, nobody=before.nobody,
+        claim_timeout=before.claim_timeout, name_of=before.name_of,
+    )  # fmt: skip
+    replayed.restore(made, token)
+    server.catalogue = server.service.catalogue = made
+    outcomes: dict[int, dict[int, int]] = {}
+    for row in replayed.of(OutcomeRow)[-_OUTCOMES:]:
+        outcomes.setdefault(row.session, {})[row.call] = row.version
+    for row in replayed.of(PeerRow):
+        fd = kept.pop(row.number, None)
+        if fd is None:
+            continue
+        connection = server.add(socket.socket(fileno=fd))
+        connection.number = row.number
+        session = made.sessions.get(row.session)
+        if session is not None:
+            connection.unsettled = Unsettled(session, outcomes.get(row.session, {}))
+            server.introduce(connection, session)
+    server.lost_rows = journal.bad + replayed.bad
+    server.listen_on(Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent))
+    return options

@@ -5,7 +5,7 @@ connection, everybody's memory, and the journal. It looks at none of them. When 
 next one, which asks for all of them. It imports nothing of this library, and little of Python's: it is to take little
 memory, and to have nothing to die of.
 
-At a planned restart (:mod:`.restart`) another guardian asks for all of them in the place of the next keeper, with the
+At a planned restart (:mod:`.guarded`) another guardian asks for all of them in the place of the next keeper, with the
 same messages; the keeper that it has started says ``E`` right before it serves. If both of them die before that, or
 are told to end, this guardian starts a keeper as before.
 

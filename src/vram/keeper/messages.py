@@ -252,7 +252,7 @@ class Measure(Struct, frozen=True, array_like=True, tag="measure"):
 
 
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
-    """A request to end, with a socket over which a guardian asks for everything; see :mod:`.restart`."""
+    """A request to end, with a socket over which a guardian asks for everything; see :mod:`.guarded`."""
 
     call: Number
 

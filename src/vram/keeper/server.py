@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import QuotaError, UnsupportedError
 from ..open_files import close_fds
-from ..sharing.channel import MAX_FDS, Credentials, peer_credentials, transmit
+from ..sharing.channel import MAX_FDS, peer_credentials, transmit
 from . import event_log
 from . import messages as m
 from .bind import Listener, group_id
@@ -43,13 +44,8 @@ _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
 LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
+ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 _CLOSERS = 8  # threads that close: the last descriptor of memory frees it, a second for 8 GiB
-
-
-def _take_no_signals() -> None:
-    """Leave signals to the main thread: a handler that another thread runs as the interpreter ends finds none (SIGSEGV
-    in CPython 3.11)."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 
 
 class KeeperServer:
@@ -92,7 +88,7 @@ class KeeperServer:
                 f"{limit} (RLIMIT_NOFILE)",
                 f"ulimit -n {LEAST}, better 1024 or more",
             )
-        self.closer = ThreadPoolExecutor(_CLOSERS, "vram: closing", _take_no_signals)
+        self.closer = ThreadPoolExecutor(_CLOSERS, "vram: closing")
         self.max_handles = most_handles(limit)
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
@@ -101,8 +97,7 @@ class KeeperServer:
             nobody=_overflow_uid(),
             claim_timeout=claim_timeout,
         )
-        self.quotas = quotas or Quotas()  # as they were chosen; this process may have less room than that
-        self.limit(self.quotas)
+        self.limit(quotas or Quotas())
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.by_user: dict[int, int] = {}  # connections
@@ -113,15 +108,12 @@ class KeeperServer:
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
         # Called before a process restarts this keeper; raises if that is not to be.
         self.about_to_restart: Callable[[int], None] = self._stays
-        # Tells the clients of the keeper before that this one goes on.
-        self.greeting: Callable[[], None] = lambda: None
         self.service = Service(self)
         self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}
-        self._ticking = False
+        self._look_at = float("inf")  # when those are looked at next
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = float("inf")
         self._spare_fd = -1
 
     # -- from start to end ----------------------------------------------------------------------------------------
@@ -152,10 +144,9 @@ class KeeperServer:
             self.guard.begin()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
-        heard: EndingSignals | None = None
         try:
             if signals:
-                heard = EndingSignals(self.loop, self.stop)
+                self._hear_signals()
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
             self._start()
@@ -165,13 +156,25 @@ class KeeperServer:
                 self.guard.watch()
             self.loop.run_forever()
         finally:
-            if heard is not None:
-                heard.ignore()
             if not self.is_followed:
                 if ending is not None:
                     ending()
                 self.listener.unlink()
             self._shut_down()
+
+    def _hear_signals(self) -> None:
+        """Have a thread wait for the signals that end this process, which are blocked in all threads to its very end.
+        A service manager may tell every process of a service once more: none of them can kill this one as it closes,
+        and have it end with the status of a failure."""
+        numbers, loop = _ending(), self.loop
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+        def hear() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
+                while signal.sigwait(numbers):
+                    loop.call_soon_threadsafe(self.stop)
+
+        threading.Thread(target=hear, name="vram: signals", daemon=True).start()
 
     def stop(self) -> None:
         """Return from :meth:`serve`; nobody follows."""
@@ -187,7 +190,8 @@ class KeeperServer:
 
     def _start(self) -> None:
         """Accept, read and write."""
-        self.greeting()
+        if self.guard is not None:
+            self.guard.greet_again()
         self._accepting()
         for connection in [*self.pending, *self.connections.values()]:
             if connection.queue:
@@ -202,35 +206,19 @@ class KeeperServer:
         """Whether this is the user who runs the keeper, whom the ceilings for each user do not bind."""
         return uid == self.catalogue.accounts.keeper_uid
 
-    @property
-    def is_chosen(self) -> bool:
-        """Whether somebody chose the path."""
-        return self._chosen
-
     def limit(self, quotas: Quotas) -> None:
-        """Change the quotas. Entries that exceed the new ones stay."""
-        self.quotas = quotas
+        """Change the quotas, within what this process has room for. Entries that exceed the new ones stay."""
         self.catalogue.accounts.quotas = quotas.within(self.max_connections, self.max_handles)
 
-    def replace_catalogue(self, catalogue: Catalogue) -> None:
-        """Go on with the books of another keeper."""
-        self.catalogue = self.service.catalogue = catalogue
-
-    def close_everything(self) -> None:
-        """Close every connection and all memory, and tell nobody, unless another keeper goes on with them."""
-        if self.is_followed and self.guard is not None and self.guard.journal is not None:
-            return
-        self.paused = self.closing = True
-        for connection in [*self.pending, *self.connections.values()]:
-            connection.close()
-        for version in self.catalogue.versions.values():
-            version.token.drop()
-        for lease in self.catalogue.leases.values():
-            if lease.page is not None:
-                lease.page.drop()
-
     def _shut_down(self) -> None:
-        self.close_everything()
+        """Close every connection and all memory, and tell nobody, unless another keeper goes on with them."""
+        if not (self.is_followed and self.guard is not None and self.guard.journal is not None):
+            self.paused = self.closing = True
+            for connection in [*self.pending, *self.connections.values()]:
+                connection.close()
+            pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
+            for held in [*(version.token for version in self.catalogue.versions.values()), *pages]:
+                held.drop()
         self.listener.sock.close()
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
@@ -275,22 +263,23 @@ class KeeperServer:
     def _accept(self) -> None:
         if self.paused:
             return
-        if self._spare_fd < 0:  # the last refusal used it, and there was none to be had since
-            self.loop.remove_reader(self.listener.sock)
-            self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
-            return
         try:
             sock, _ = self.listener.sock.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._refuse_without_descriptors()
-                return
-            if error.errno in (errno.ENOMEM, errno.ENOBUFS):
-                return
-            raise
-        self._greet(sock, peer_credentials(sock))
+            elif error.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS):
+                raise
+            return
+        refusal = self._no_connection(peer_credentials(sock).uid)
+        if refusal is not None:
+            self._refuse(sock, refusal)
+            return
+        connection = self.add(sock)
+        if self.guard is not None:
+            self.guard.add(connection)
+        connection.owes()
+        connection.resume()
 
     def _accepting(self) -> None:
         if self.paused:  # a timer of before
@@ -303,23 +292,28 @@ class KeeperServer:
             with contextlib.suppress(OSError):
                 self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
-    def _greet(self, sock: socket.socket, credentials: Credentials) -> None:
-        sock.setblocking(False)
-        refusal = self._no_connection(credentials.uid)
-        if refusal is not None:
-            self._refuse(sock, refusal)
+    def _refuse_without_descriptors(self) -> None:
+        """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
+        if self._spare_fd < 0:  # the last refusal used it, and there was none to be had since
+            self.loop.remove_reader(self.listener.sock)
+            self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
             return
-        connection = Connection(self, sock, credentials)
-        self.count(connection)
-        if self.guard is not None:
-            self.guard.add(connection)
-        self.pending[connection] = None
-        connection.owes()
-        connection.resume()
+        os.close(self._spare_fd)
+        self._spare_fd = -1
+        with contextlib.suppress(OSError):
+            sock, _ = self.listener.sock.accept()
+            why = "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)"
+            self._refuse(sock, QuotaError(why))
+        self._keep_spare()
+
+    def _refuse(self, sock: socket.socket, why: QuotaError) -> None:
+        event_log.say("vram.client.refused", logging.WARNING, peer_credentials(sock), why)
+        with sock, contextlib.suppress(OSError):
+            transmit(sock, m.encode(failure(0, why)), (), socket.MSG_DONTWAIT)
 
     def _no_connection(self, uid: int) -> QuotaError | None:
         """Say why a user may not have another connection, if it may not."""
-        quotas = self.quotas.within(self.max_connections, self.max_handles)
+        quotas = self.catalogue.accounts.quotas
         most, of_user = quotas.max_connections or 0, quotas.user_connections or 0
         total, used = sum(self.by_user.values()), self.by_user.get(uid, 0)
         more = f" (half of all are for one user unless otherwise chosen, and {self.kept_back} for the keeper's own)"
@@ -333,38 +327,26 @@ class KeeperServer:
             return over(_CONNECTIONS, f"uid {uid}", of_user, used, 1, of_user=True, more=more)
         return None
 
-    def count(self, connection: Connection) -> None:
-        """Count a connection, until its socket is closed."""
+    def add(self, sock: socket.socket) -> Connection:
+        """Return a connection, which has not said hello, and is counted until its socket is closed."""
+        sock.setblocking(False)
+        connection = Connection(self, sock, peer_credentials(sock))
         uid = connection.credentials.uid
         self.by_user[uid] = self.by_user.get(uid, 0) + 1
+        self.pending[connection] = None
+        return connection
 
-    def _refuse_without_descriptors(self) -> None:
-        """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
-        os.close(self._spare_fd)
-        self._spare_fd = -1
-        try:
-            with contextlib.suppress(OSError):
-                sock, _ = self.listener.sock.accept()
-                why = "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)"
-                self._refuse(sock, QuotaError(why))
-        finally:
-            self._keep_spare()
-
-    def _refuse(self, sock: socket.socket, why: QuotaError) -> None:
-        event_log.say("vram.client.refused", logging.WARNING, peer_credentials(sock), why)
-        try:
-            with contextlib.suppress(OSError):
-                transmit(sock, m.encode(failure(0, why)), (), socket.MSG_DONTWAIT)
-        finally:
-            sock.close()
-
-    def welcome(self, connection: Connection, session: Session) -> None:
-        """A connection has said hello: from now on it is known by its session."""
+    def introduce(self, connection: Connection, session: Session) -> None:
+        """Know a connection by its session from now on."""
         del self.pending[connection]
         connection.session = session
+        self.connections[session.id] = connection
+
+    def welcome(self, connection: Connection, session: Session) -> None:
+        """A connection has said hello."""
+        self.introduce(connection, session)
         if self.guard is not None:
             self.guard.welcome(connection, session)
-        self.connections[session.id] = connection
         event_log.say("vram.client.connected", logging.DEBUG, connection)
 
     def gone(self, connection: Connection) -> None:
@@ -384,50 +366,44 @@ class KeeperServer:
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
-        """Have the catalogue's next deadline met."""
+        """Have the next deadline met: of the catalogue, or of a connection that owes something."""
         due = self.catalogue.next_deadline
-        if due is None or due >= self._timer_at or self.paused:
+        due = self._look_at if due is None else min(due, self._look_at)
+        if self.paused or due == float("inf"):
             return
         if self._timer is not None:
+            if self._timer.when() <= due:  # the loop's clock is the same
+                return
             self._timer.cancel()
-        self._timer_at = due
-        self._timer = self.loop.call_later(max(0.0, due - self.now()), self._expire)
+        self._timer = self.loop.call_at(due, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        self._timer_at = float("inf")
-        if not self.paused:
-            self.expire()
-            self.schedule()
-
-    def expire(self) -> None:
-        """Do what is due."""
-        self.service.expire()
+        if self.paused:
+            return
+        self.service.carry_out(self.catalogue.expire(self.now()))
         self.flush()
+        if self._look_at <= self.now():
+            self._look()
+        self.schedule()
 
     def watch_over(self, connection: Connection) -> None:
         """Disconnect this peer if it goes on owing something; end publications of which nothing more comes."""
         self._watched[connection] = None
-        if not self._ticking:
-            self._ticking = True
-            self.loop.call_later(min(1.0, self.patience / 4), self._tick)
+        if self._look_at == float("inf"):
+            self._look_at = self.now() + min(1.0, self.patience / 4)
+            self.schedule()
 
-    def _tick(self) -> None:
-        self._ticking = False
-        if self.paused:
-            return
-        now = self.now()
-        for connection in list(self._watched):
+    def _look(self) -> None:
+        watched, self._watched, self._look_at, now = self._watched, {}, float("inf"), self.now()
+        for connection in watched:
             if connection.overdue(now, self.patience):
                 event_log.say("vram.client.overdue", logging.WARNING, connection)
                 connection.close()
             for late in [one for one in connection.partials.values() if now - one.since > self.patience]:
                 self.service.give_up(connection, late)
-            if connection.closed or (connection.waiting_since is None and not connection.partials):
-                self._watched.pop(connection, None)
-        if self._watched:
-            self._ticking = True
-            self.loop.call_later(min(1.0, self.patience / 4), self._tick)
+            if not connection.closed and (connection.waiting_since is not None or connection.partials):
+                self.watch_over(connection)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def dispose(self, fds: list[int], number: int = 0) -> None:
@@ -467,56 +443,13 @@ def _overflow_uid() -> int:
         return 65_534
 
 
-class EndingSignals:
-    """The signals that end this process: `told` is called in a turn of `loop`, once or more.
-    Made in the main thread; the loop may be closed only after :meth:`ignore`.
-
-    Not asyncio's: at its end the loop would give each signal its default action back, and so would the interpreter at
-    its own. A keeper that is told once more, by a service manager that tells every process of a service, would die of
-    that in the middle of closing, with the status of a failure."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, told: Callable[[], None]) -> None:
-        self._loop, self._told = loop, told
-        self._heard, self._wakes = socket.socketpair()
-        self._heard.setblocking(False)
-        self._wakes.setblocking(False)
-        loop.add_reader(self._heard, self._hear)
-        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)  # full, it has been told often enough
-        self._numbers = _ending()
-        for number in self._numbers:
-            signal.signal(number, _nothing)
-            signal.siginterrupt(number, False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)  # our starter may have had them blocked, and so we
-
-    def _hear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            numbers = self._heard.recv(4096)
-            if any(number in numbers for number in self._numbers):
-                self._told()
-
-    def ignore(self) -> None:
-        """Hear of them no more, and ignore them as long as this process is there."""
-        # Blocked as well: what came between Python's last look and the other action is said to be ignored, on stderr.
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)  # in every thread: those that were started before have them unblocked
-        signal.set_wakeup_fd(-1)
-        self._loop.remove_reader(self._heard)
-        self._heard.close()
-        self._wakes.close()
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    """Handle a signal: only with a handler is its number written to the wakeup descriptor."""
-
-
 def _ending() -> tuple[signal.Signals, ...]:
     """Return the signals that end a keeper. SIGHUP is ignored if it was before (nohup), or without a terminal to lose:
     many programs take it as a request to read their configuration again."""
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         try:
             os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
-            return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+            return ENDING
         except OSError:  # ENXIO: no controlling terminal
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return signal.SIGTERM, signal.SIGINT

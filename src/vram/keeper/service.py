@@ -166,10 +166,6 @@ class Service:
         is_there = one is not None and one in (session.leases.get(one.id), session.claims.get(one.id))
         return one if is_there else None
 
-    def expire(self) -> None:
-        """Do what is due."""
-        self.carry_out(self.catalogue.expire(self.server.now()))
-
     def leave(self, session: Session) -> None:
         """End a session whose connection is gone."""
         self.carry_out(self.catalogue.disconnect(session, self.server.now()))
