@@ -176,7 +176,7 @@ def test_control_characters_make_no_lines(form: str) -> None:
     ours, theirs = os.pipe()
     event_log.start(form, "info", theirs)
     try:
-        event_log.failed(peer(label=NASTY), "attach", QuotaError(NASTY))
+        event_log.answered(peer(label=NASTY), "attach", 0.0, QuotaError(NASTY))
     finally:
         event_log.stop()
         os.close(theirs)
@@ -192,7 +192,7 @@ def test_control_characters_make_no_lines(form: str) -> None:
 def test_text_is_quoted_where_it_could_be_taken_for_more_fields() -> None:
     ours, theirs = os.pipe()
     event_log.start("text", "info", theirs)
-    event_log.failed(peer(label="me user.id=0"), "attach", QuotaError("full"))
+    event_log.answered(peer(label="me user.id=0"), "attach", 0.0, QuotaError("full"))
     event_log.stop()
     os.close(theirs)
     with os.fdopen(ours) as file:

@@ -21,6 +21,7 @@ from ..sharing.parcels import Collector
 from .records import Claim, Lease, Publication, Session
 
 if TYPE_CHECKING:
+    from .messages import Publish
     from .server import KeeperServer
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
@@ -69,12 +70,12 @@ class Partial:
 
     __slots__ = ("fds", "nbytes", "publication", "request", "since")
 
-    def __init__(self, publication: Publication, request: object, since: float) -> None:
+    def __init__(self, publication: Publication, request: Publish, nbytes: int) -> None:
         self.publication = publication
         self.request = request
-        self.since = since
         self.fds = Collector(publication.handles, is_armed=False)
-        self.nbytes = 0
+        self.nbytes = nbytes
+        self.since = 0.0
 
 
 class Unsettled:

@@ -23,7 +23,7 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import ProtocolError, QuotaError
+from ..errors import ProtocolError, QuotaError, VramError
 from .records import Session
 
 if TYPE_CHECKING:
@@ -145,8 +145,19 @@ def _record(level: int, event: str, fields: dict[str, Any]) -> logging.LogRecord
     return record
 
 
-def answered(peer: Connection, kind: str, seconds: float) -> None:
-    """Log a request that took long; at the level debug, each."""
+def answered(peer: Connection, kind: str, seconds: float, error: Exception | None = None) -> None:
+    """Log a request that took long, or whose error is over quota, breaks the protocol, or is a mistake of the keeper's
+    own (with where it is; without a log that is printed); at the level debug, each."""
+    if error is not None:
+        event, level, fields, trace = "vram.request.refused", logging.DEBUG, {"vram.request": kind}, ""
+        if isinstance(error, QuotaError):
+            event, level = "vram.quota.refused", logging.WARNING
+        elif isinstance(error, ProtocolError):
+            event, level = "vram.protocol.error", logging.WARNING
+        elif not isinstance(error, VramError):
+            event, level, trace = "vram.keeper.error", logging.ERROR, _trace(error)
+            fields["exception.stacktrace"] = trace[-_MOST_TEXT:]  # which is where it broke
+        say(event, level, peer, error, trace, fields=fields)
     event, level = "vram.request.answered", logging.DEBUG
     if seconds >= SLOW:
         event, level = "vram.request.slow", logging.WARNING
@@ -154,28 +165,8 @@ def answered(peer: Connection, kind: str, seconds: float) -> None:
         say(event, level, peer, fields={"vram.request": kind, "vram.request.duration": round(seconds, 6)})
 
 
-def failed(peer: Connection, kind: str, error: Exception) -> None:
-    """Log a request that was refused: at the level debug, unless it is over quota or breaks the protocol."""
-    event, level = "vram.request.refused", logging.DEBUG
-    if isinstance(error, QuotaError):
-        event, level = "vram.quota.refused", logging.WARNING
-    elif isinstance(error, ProtocolError):
-        event, level = "vram.protocol.error", logging.WARNING
-    say(event, level, peer, error, fields={"vram.request": kind})
-
-
-def broke(peer: Connection, kind: str, error: Exception) -> None:
-    """Log a mistake of the keeper's own, with where it is; without a log, print that."""
-    trace = "".join(traceback.format_exception(error))
-    end = trace[-_MOST_TEXT:]  # which is where it broke
-    say(
-        "vram.keeper.error",
-        logging.ERROR,
-        peer,
-        error,
-        trace,
-        fields={"vram.request": kind, "exception.stacktrace": end},
-    )
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _who(of: Connection | Session | Credentials) -> dict[str, Any]:
@@ -196,8 +187,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         event, fields = "vram.keeper.log", {"body": record.getMessage(), "log.logger": record.name}
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]  # the end, which is where it broke
-            fields |= {"error.type": type(error).__name__, "exception.stacktrace": trace}
+            fields |= {"error.type": type(error).__name__, "exception.stacktrace": _trace(error)[-_MOST_TEXT:]}
     said = {name: _clipped(value) for name, value in fields.items() if value is not None}
     return {"timestamp": _timestamp(record.created), "severity": record.levelname, "event.name": event, **said}
 

@@ -46,15 +46,16 @@ class Meter:
     def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
 
-    def count(self, kind: str, seconds: float, error: str = "") -> None:
-        """Count a request, the seconds that were worked on it, and the name of the error if it failed."""
+    def count(self, kind: str, seconds: float, error: Exception | None) -> None:
+        """Count a request, the seconds that were worked on it, and the error if it failed."""
         counts = self._kinds.get(kind)
         if counts is None:
             counts = self._kinds[kind] = _Kind()
         counts.buckets[bisect.bisect_left(BOUNDS, seconds)] += 1
         counts.seconds += seconds
-        if error:
-            counts.errors[error] = counts.errors.get(error, 0) + 1
+        if error is not None:
+            name = type(error).__name__
+            counts.errors[name] = counts.errors.get(name, 0) + 1
 
     def report(
         self, call: int, catalogue: Catalogue, *, uptime: float, connections: Mapping[int, int]

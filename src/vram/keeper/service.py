@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
@@ -19,26 +20,18 @@ from .admission import InadmissibleError, admit_page, look_at
 from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
-from .records import (
-    Answered,
-    Claim,
-    Effect,
-    Evicted,
-    Free,
-    Lease,
-    Notify,
-    Session,
-    Version,
-    Waiter,
-    exact,
-    record_from,
-)
+from .records import Answered, Claim, Effect, Evicted, Free, Lease, Notify, Session, Waiter, exact, record_from
 
 if TYPE_CHECKING:
     from .server import KeeperServer
 
 
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
+_LISTINGS: dict[type, Callable[..., m.Rows]] = {
+    m.List: listing.entries,
+    m.Versions: listing.versions,
+    m.Holders: listing.holders,
+}
 
 
 class Service:
@@ -51,7 +44,9 @@ class Service:
         self.catalogue = server.catalogue
         self._due: deque[Effect] = deque()
         self._at_work = False
-        self.handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
+        # Each returns the reply, or None where it has sent one, or a later effect is one. Effects of the catalogue that
+        # follow the reply are put into `_due`.
+        self.handlers: dict[type, Callable[[Connection, Session, Any, list[int]], msgspec.Struct | None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
             m.Publish: self._publish,
@@ -61,17 +56,15 @@ class Service:
             m.Cancel: self._cancel,
             m.State: self._state,
             m.Watch: self._watch,
-            m.List: self._list,
-            m.Versions: self._versions,
-            m.Holders: self._holders,
             m.Remove: self._remove,
             m.Statistics: self._statistics,
             m.Takeover: self._takeover,
             m.Page: self._page,
             m.Update: self._update,
-            m.Pages: self._pages,
+            m.Pages: lambda _connection, session, request, _fds: listing.pages(self.catalogue, session, request),
             m.Measure: self._measure,
             m.Repeating: self._repeating,
+            **dict.fromkeys(_LISTINGS, self._list),
         }
         self.meter = Meter()
         self.generation = 0  # of which keeper this is, where clients of the one before make calls once more
@@ -81,43 +74,44 @@ class Service:
         begin = time.perf_counter()
         kind, error = self._answer(connection, payload, fds, cut)
         self.meter.count(kind, spent := time.perf_counter() - begin, error)
-        event_log.answered(connection, kind, spent)
+        event_log.answered(connection, kind, spent, error)
         self.server.flush()
 
-    def _answer(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> tuple[str, str]:
-        """Answer one message; return what it was, and the name of the error, if it failed."""
+    def _answer(
+        self, connection: Connection, payload: bytes, fds: list[int], cut: bool
+    ) -> tuple[str, Exception | None]:
+        """Answer one message; return what it was, and the error, if it failed."""
         session = connection.session
         call, kind = 0, "hello" if session is None else "unreadable"
         try:
             if session is None:
                 self._greet(connection, payload, fds)
-                return kind, ""
+                return kind, None
             request = m.decode_request(payload)
             call, kind = request.call, kind_of(request)
             if connection.unsettled is not None and self._was_done(connection, session, connection.unsettled, request):
-                return kind, ""
+                return kind, None
             if cut:
                 self._cut(payload)
             if fds and type(request) not in (m.Publish, m.Part, m.Page, m.Takeover):
                 raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
             if len(payload) > _LONGEST and type(request) is m.Publish:
                 raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
-            self.handlers[type(request)](connection, session, request, fds)
-        except m.MistakenRequestError as error:
-            connection.send(m.encode(failure(error.call, errors.UsageError(str(error)))))
-            return kind, "UsageError"
-        except errors.VramError as error:
-            event_log.failed(connection, kind, error)
-            connection.send(m.encode(failure(call, error)))
-            if isinstance(error, errors.ProtocolError) and not isinstance(error, InadmissibleError):
-                connection.close()  # a peer that breaks the protocol cannot be understood any further
-            return kind, type(error).__name__
+            reply = self.handlers[type(request)](connection, session, request, fds)
+            if reply is not None and call:
+                connection.send(m.encode(reply))
+            self.carry_out(())
         except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
-            event_log.broke(connection, kind, error)
-            connection.send(m.encode(failure(call, error)))
-            connection.close()
-            return kind, type(error).__name__
-        return kind, ""
+            failed: Exception = error
+            if isinstance(error, m.MistakenRequestError):
+                call, failed = error.call, errors.UsageError(str(error))
+            connection.send(m.encode(failure(call, failed)))
+            # A peer that breaks the protocol cannot be understood any further.
+            breaks = isinstance(failed, errors.ProtocolError) and not isinstance(failed, InadmissibleError)
+            if breaks or not isinstance(failed, errors.VramError):
+                connection.close()
+            return kind, failed
+        return kind, None
 
     def carry_out(self, effects: Iterable[Effect]) -> None:
         """Carry out effects of the catalogue, and the effects that follow from them, in a queue.
@@ -131,40 +125,7 @@ class Service:
                 self._do(self._due.popleft())
         finally:
             self._at_work = False
-
-    # -- calls that come once more -------------------------------------------------------------------------------
-    def _was_done(self, connection: Connection, session: Session, unsettled: Unsettled, request: m.Request) -> bool:
-        """Whether a request of a client of the keeper before comes once more and is done: the client gets the answer
-        again. Calls that come before the client has said which they are count for nothing: they come again, or not."""
-        call = request.call
-        if not call or call not in unsettled or isinstance(request, m.Cancel):
-            return False
-        if unsettled.calls is None or call in unsettled.answered:
-            return True
-        granted = self._granted(connection, session, call)
-        if granted is not None:
-            self._grant(connection, call, granted)
-        elif call not in unsettled.outcomes:
-            return call in session.waiters
-        elif version := unsettled.outcomes[call]:
-            connection.send(m.encode(m.Published(call, version)))
-        else:
-            self._done(connection, call)
-        return True
-
-    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        if connection.unsettled is not None and request.keeper == self.generation:
-            connection.unsettled.limit(range(request.first, request.last + 1))
-
-    @staticmethod
-    def _granted(connection: Connection, session: Session, call: int) -> Lease | Claim | None:
-        """Return the lease or claim that a call was granted, if it is not over."""
-        unsettled = connection.unsettled
-        if unsettled is None or call not in unsettled:
-            return next((one for one in session.granted if one.call == call), None)
-        one = unsettled.granted.get(call)
-        is_there = one is not None and one in (session.leases.get(one.id), session.claims.get(one.id))
-        return one if is_there else None
+        self.server.schedule()
 
     def leave(self, session: Session) -> None:
         """End a session whose connection is gone."""
@@ -178,19 +139,43 @@ class Service:
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
             return
-        if isinstance(effect, Answered):
-            if connection.unsettled is not None:
-                connection.unsettled.answered.add(effect.call)
-            if isinstance(effect.result, errors.VramError):
-                connection.send(m.encode(failure(effect.call, effect.result)))
-            else:
-                self._grant(connection, effect.call, effect.result)
-        elif isinstance(effect, Evicted):
-            connection.send(m.encode(goodbye(effect, self.server.path)))
-            connection.close()
-        elif isinstance(effect, Notify):
+        if isinstance(effect, Notify):
             notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
             connection.send(m.encode(notice))
+            return
+        if isinstance(effect, Evicted):
+            connection.send(m.encode(goodbye(effect, self.server.path)))
+            connection.close()
+            return
+        if connection.unsettled is not None:
+            connection.unsettled.answered.add(effect.call)
+        if isinstance(effect.result, errors.VramError):
+            connection.send(m.encode(failure(effect.call, effect.result)))
+        else:
+            self._grant(connection, effect.call, effect.result)
+
+    # -- calls that come once more -------------------------------------------------------------------------------
+    def _was_done(self, connection: Connection, session: Session, unsettled: Unsettled, request: m.Request) -> bool:
+        """Whether a request of a client of the keeper before comes once more and is done: the client gets the answer
+        again. Calls that come before the client has said which they are count for nothing: they come again, or not."""
+        call = request.call
+        if not call or call not in unsettled or isinstance(request, m.Cancel):
+            return False
+        if unsettled.calls is None or call in unsettled.answered:
+            return True
+        granted = unsettled.granted.get(call)
+        if granted is not None and (granted.id in session.leases or granted.id in session.claims):
+            self._grant(connection, call, granted)
+        elif call not in unsettled.outcomes:
+            return call in session.waiters
+        else:
+            version = unsettled.outcomes[call]
+            connection.send(m.encode(m.Published(call, version) if version else m.Done(call)))
+        return True
+
+    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
+        if connection.unsettled is not None and request.keeper == self.generation:
+            connection.unsettled.limit(range(request.first, request.last + 1))
 
     # -- the conversation -----------------------------------------------------------------------------------------
     def _greet(self, connection: Connection, payload: bytes, fds: list[int]) -> None:
@@ -217,18 +202,17 @@ class Service:
         )
 
     # -- publishing -----------------------------------------------------------------------------------------------
-    def _publish(self, connection: Connection, session: Session, request: m.Publish, fds: list[int]) -> None:
+    def _publish(self, connection: Connection, session: Session, request: m.Publish, fds: list[int]) -> m.Reply:
         if any(piece.device >= len(request.devices) for piece in request.segments):
             raise errors.ProtocolError("a segment names a device that is not in the list")
         if request.call in connection.partials or not request.call:
             raise errors.ProtocolError(f"call {request.call} cannot begin a publication")
-        total, nbytes = len(request.segments) + request.manifest_fd, sum(piece.size for piece in request.segments)
+        total = len(request.segments) + request.manifest_fd
         found = look_at(request, 0, fds[:total])  # how many they may be, is said below
-        nbytes = max(nbytes, found.nbytes)
         publication = self.catalogue.begin(
             session,
             request.name,
-            nbytes=nbytes,
+            nbytes=max(sum(piece.size for piece in request.segments), found.nbytes),
             handles=total,
             writable=request.writable,
             meta=request.meta,
@@ -239,11 +223,10 @@ class Service:
             pieces=found.pieces,
             known=found.known,
         )
-        partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
-        partial.nbytes = found.nbytes
-        self._take(connection, partial, request.call, 0, fds)
+        partial = connection.partials[request.call] = Partial(publication, request, found.nbytes)
+        return self._take(connection, partial, request.call, 0, fds)
 
-    def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
+    def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> m.Reply:
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -254,34 +237,28 @@ class Service:
             claim=request.claim,
         )
         self.catalogue.abandon(publication)
-        self._done(connection, request.call)
+        return m.Done(request.call)
 
-    def _part(self, connection: Connection, session: Session, request: m.Part, fds: list[int]) -> None:
+    def _part(self, connection: Connection, session: Session, request: m.Part, fds: list[int]) -> m.Reply:
         partial = connection.partials.get(request.publish)
         if partial is None:
             raise errors.NotFoundError(
                 f"no publication {request.publish} is under way on this connection: it is over, or no part of it came "
                 f"for {self.server.patience:g} s; publish again"
             )
-        # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
-        publication = partial.publication
-        try:
-            partial.fds.check(request.offset, fds)
-            found = look_at(partial.request, request.offset, fds)  # type: ignore[arg-type]
-            arrived = partial.nbytes + found.nbytes
-            self.catalogue.arrived(publication, arrived, found.pieces, found.known)
-        except errors.VramError:
-            self.give_up(connection, partial)
-            raise
-        partial.nbytes = arrived
-        self._take(connection, partial, request.call, request.offset, fds)
+        return self._take(connection, partial, request.call, request.offset, fds)
 
-    def _take(self, connection: Connection, partial: Partial, call: int, offset: int, fds: list[int]) -> None:
-        """Keep one part of a publication that was looked at; with the last part the version is published."""
-        request: m.Publish = partial.request  # type: ignore[assignment]
-        publication = partial.publication
+    def _take(self, connection: Connection, partial: Partial, call: int, offset: int, fds: list[int]) -> m.Reply:
+        """Keep one part of a publication; with the last part the version is published."""
+        request, publication = partial.request, partial.publication
         try:
             partial.fds.check(offset, fds)
+            if offset:  # the first part was looked at before there was room for it
+                # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
+                found = look_at(request, offset, fds)
+                arrived = partial.nbytes + found.nbytes
+                self.catalogue.arrived(publication, arrived, found.pieces, found.known)
+                partial.nbytes = arrived
         except errors.VramError:
             self.give_up(connection, partial)
             raise
@@ -291,8 +268,7 @@ class Service:
                 partial.request = msgspec.structs.replace(request, meta={})
             partial.since = self.server.now()
             self.server.watch_over(connection)
-            connection.send(m.encode(m.NextPart(call, len(partial.fds))))
-            return
+            return m.NextPart(call, len(partial.fds))
         del connection.partials[request.call]
         held = Held(partial.fds.detach(), partial.nbytes, self.server.dispose)
         names = self.catalogue.names.entries
@@ -301,12 +277,12 @@ class Service:
         except BaseException:
             held.drop()
             raise
-        _settle(version, request)
+        notes: Any = msgspec.Raw(version.notes)
+        entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
+        version.settle(exact(m.encode(entry)))
         self.server.did(publication.session, call, version.number)
-        connection.send(m.encode(m.Published(call, version.number)))
-        event = "vram.entry.published" if self.catalogue.names.entries > names else "vram.entry.replaced"
         event_log.say(
-            event,
+            "vram.entry.published" if self.catalogue.names.entries > names else "vram.entry.replaced",
             who=publication.session,
             fields={
                 "vram.entry.name": version.name,
@@ -314,48 +290,33 @@ class Service:
                 "vram.entry.size": version.nbytes,
             },
         )
-        self.carry_out(effects)
-        self.server.schedule()
+        self._due.extend(effects)
+        return m.Published(call, version.number)
 
     def give_up(self, connection: Connection, partial: Partial) -> None:
         """End a publication that will not be completed, and close its descriptors."""
-        request: m.Publish = partial.request  # type: ignore[assignment]
-        del connection.partials[request.call]
+        del connection.partials[partial.request.call]
         self.catalogue.abandon(partial.publication)
         self.server.dispose(partial.fds.detach())
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
         result = self.catalogue.attach(session, request, self.server.now())
-        if isinstance(result, Waiter):
-            self.server.schedule()
-        else:
+        if not isinstance(result, Waiter):
             self._grant(connection, request.call, result)
 
     def _grant(self, connection: Connection, call: int, granted: Lease | Claim) -> None:
-        """Answer an attach."""
-        if connection.unsettled is not None and call in connection.unsettled:
-            connection.unsettled.granted[call] = granted
-        if isinstance(granted, Lease):
-            self._send_lease(connection, call, granted)
-        else:
-            self._tell_claim(connection, call, granted)
-
-    def _tell_claim(self, connection: Connection, call: int, claim: Claim) -> None:
-        left = None if claim.until is None else max(0.0, claim.until - self.server.now())
-        connection.send(m.encode(m.Claimed(call, claim.id, left)))
-        self.server.schedule()
-
-    def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
-        version = lease.version
+        """Send a lease, with the first of its descriptors, or a claim."""
+        if isinstance(granted, Claim):
+            left = None if granted.until is None else max(0.0, granted.until - self.server.now())
+            connection.send(m.encode(m.Claimed(call, granted.id, left)))
+            return
+        version, holder = granted.version, granted.session.id
+        moves = bool(granted.purpose)
+        has_publisher = moves and version.publisher != holder and version.publisher in self.catalogue.sessions
         held: Held = version.token
-        said = m.Attached(call, lease.id, len(held.fds), version.body)
-        if lease.purpose:
-            there = version.publisher != lease.session.id and version.publisher in self.catalogue.sessions
-            said = m.Attached(call, lease.id, len(held.fds), version.body, True, there)
-            self.server.schedule()  # the time to wake it ends
-        payload = m.encode(said)
-        self._send_part(connection, payload, held, 0)
+        said = m.Attached(call, granted.id, len(held.fds), version.body, moves, has_publisher)
+        self._send_part(connection, said, held, 0)
 
     def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
         lease = session.leases.get(request.lease)
@@ -363,88 +324,73 @@ class Service:
             raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
         if lease.purpose == "over":  # what its first descriptors are of may be gone
             raise errors.BusyError(f"lease {request.lease} was to move what was attached or moved since")
-        payload = m.encode(m.Descriptors(request.call, request.offset))
-        self._send_part(connection, payload, lease.version.token, request.offset)
+        said = m.Descriptors(request.call, request.offset)
+        self._send_part(connection, said, lease.version.token, request.offset)
 
-    def _send_part(self, connection: Connection, payload: bytes, held: Held, start: int) -> None:
+    def _send_part(self, connection: Connection, said: m.Reply, held: Held, start: int) -> None:
         part = next_part(len(held.fds), start, self.server.part)
-        connection.send(payload, held, part.start, part.stop)
+        connection.send(m.encode(said), held, part.start, part.stop)
 
-    def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
-        self.carry_out(self.catalogue.release_all(session, request.leases, self.server.now()))
-        self._done(connection, request.call)
+    def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> m.Reply:
+        self._due.extend(self.catalogue.release_all(session, request.leases, self.server.now()))
+        return m.Done(request.call)
 
-    def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
+    def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> m.Reply:
         self.catalogue.cancel(session, request.waiting)
-        granted = self._granted(connection, session, request.waiting)
-        if granted is not None:
-            self.carry_out(self.catalogue.release_all(session, [granted.id], self.server.now()))
-        self._done(connection, request.call)
+        granted = [one.id for one in session.granted if one.call == request.waiting]
+        self._due.extend(self.catalogue.release_all(session, granted, self.server.now()))
+        return m.Done(request.call)
 
     # -- updating in place ----------------------------------------------------------------------------------------
-    def _page(self, connection: Connection, session: Session, request: m.Page, fds: list[int]) -> None:
+    def _page(self, connection: Connection, session: Session, request: m.Page, fds: list[int]) -> m.Reply:
         if len(fds) != 1:
             raise errors.ProtocolError(f"{len(fds)} descriptors came as the page of a lease")
         nbytes = admit_page(fds[0], f"the page of lease {request.lease}")
         page = Held(list(fds), nbytes, self.server.dispose)
-        effects = self.catalogue.give_page(session, request.lease, page)
+        self._due.extend(self.catalogue.give_page(session, request.lease, page))
         fds.clear()  # the lease has it now
-        self._done(connection, request.call)
-        self.carry_out(effects)
+        return m.Done(request.call)
 
-    def _update(self, connection: Connection, session: Session, request: m.Update, fds: list[int]) -> None:
+    def _update(self, connection: Connection, session: Session, request: m.Update, fds: list[int]) -> m.Reply:
         if request.whole is None:
             self.catalogue.update(session, request.name, request.version)
         else:
             self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
-        self._done(connection, request.call)
-
-    def _pages(self, connection: Connection, session: Session, request: m.Pages, fds: list[int]) -> None:
-        connection.send(m.encode(listing.pages(self.catalogue, session, request)))
+        return m.Done(request.call)
 
     # -- looking --------------------------------------------------------------------------------------------------
-    def _state(self, connection: Connection, session: Session, request: m.State, fds: list[int]) -> None:
+    def _state(self, connection: Connection, session: Session, request: m.State, fds: list[int]) -> m.Reply:
         one, current = self.catalogue.state(session, request.lease)
         number = 0 if current is None else current.number
         updates = one.updates, one.updating, one.torn, one.writer is not None
-        connection.send(m.encode(m.LeaseState(request.call, one is not current, number, one.revoked, *updates)))
+        return m.LeaseState(request.call, one is not current, number, one.revoked, *updates)
 
-    def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
+    def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> m.Reply:
         news = self.catalogue.watch(session, request.name, request.version)
-        self._done(connection, request.call)
         if news is not None:
-            self._do(news)
+            self._due.append(news)
+        return m.Done(request.call)
 
-    def _list(self, connection: Connection, session: Session, request: m.List, fds: list[int]) -> None:
-        connection.send(m.encode(listing.entries(self.catalogue, request, self.server.now())))
+    def _list(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> m.Reply:
+        return _LISTINGS[type(request)](self.catalogue, request, self.server.now())
 
-    def _versions(self, connection: Connection, session: Session, request: m.Versions, fds: list[int]) -> None:
-        connection.send(m.encode(listing.versions(self.catalogue, request, self.server.now())))
-
-    def _holders(self, connection: Connection, session: Session, request: m.Holders, fds: list[int]) -> None:
-        connection.send(m.encode(listing.holders(self.catalogue, request, self.server.now())))
-
-    def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
-        server, connections = self.server, len(self.server.connections)
-        counts = listing.statistics(
-            self.catalogue, request, pid=server.pid, uptime=server.now() - server.started, connections=connections,
-            lost_rows=server.lost_rows,
-        )  # fmt: skip
-        connection.send(m.encode(counts))
-
-    def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
+    def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> m.Reply:
         server = self.server
-        uptime = server.now() - server.started
-        report = self.meter.report(request.call, self.catalogue, uptime=uptime, connections=server.by_user)
-        connection.send(m.encode(report))
+        return listing.statistics(
+            self.catalogue, request, pid=server.pid, uptime=server.now() - server.started,
+            connections=len(server.connections), lost_rows=server.lost_rows,
+        )  # fmt: skip
 
-    def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
+    def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> m.Reply:
+        uptime = self.server.now() - self.server.started
+        return self.meter.report(request.call, self.catalogue, uptime=uptime, connections=self.server.by_user)
+
+    def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> m.Reply:
         effects = self.catalogue.remove(
             session, request.name, request.version, now=self.server.now(), revoke=request.revoke, force=request.force
         )
-        event = "vram.entry.revoked" if request.revoke or request.force else "vram.entry.removed"
         event_log.say(
-            event,
+            "vram.entry.revoked" if request.revoke or request.force else "vram.entry.removed",
             who=session,
             fields={
                 "vram.entry.name": request.name,
@@ -453,8 +399,8 @@ class Service:
             },
         )
         self.server.did(session, request.call)
-        self._done(connection, request.call)
-        self.carry_out(effects)
+        self._due.extend(effects)
+        return m.Done(request.call)
 
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
         if not self.server.is_own(connection.credentials.uid):
@@ -465,17 +411,5 @@ class Service:
         if len(fds) != 1:
             raise errors.ProtocolError(f"{len(fds)} descriptors came to take over with, not one")
         self.server.about_to_restart(session.pid)
-        self._done(connection, request.call)
+        connection.send(m.encode(m.Done(request.call)))
         self.server.hand_over(fds[0])
-
-    @staticmethod
-    def _done(connection: Connection, call: int) -> None:
-        if call:
-            connection.send(m.encode(m.Done(call)))
-
-
-def _settle(version: Version, request: m.Publish) -> None:
-    """Have a version keep what its readers get, as its publisher said it."""
-    notes: Any = msgspec.Raw(version.notes)
-    entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
-    version.settle(exact(m.encode(entry)))
