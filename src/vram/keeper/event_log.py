@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from logging.handlers import QueueHandler, QueueListener
+from collections.abc import Callable
 from queue import Full, Queue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,20 +45,17 @@ _log.setLevel(logging.CRITICAL + 1)
 _handler: EventHandler | None = None
 
 
-class EventHandler(QueueHandler):
+class EventHandler(logging.Handler):
     """A handler that writes lines to a lent descriptor from a thread; logging never waits for the reader."""
 
-    def __init__(self, fd: int, form: str) -> None:
-        super().__init__(Queue(_MOST_QUEUED))
+    def __init__(self, fd: int, line: Callable[[logging.LogRecord], str]) -> None:
+        super().__init__()
+        self.queue: Queue[logging.LogRecord | None] = Queue(_MOST_QUEUED)
         self._dropped = 0
-        self._listener = QueueListener(self.queue, _Writer(fd, _Json() if form == "json" else _Text()))  # type: ignore[arg-type]
-        self._listener.start()
+        self._writer = threading.Thread(target=self._write, args=(fd, line), name="vram: log", daemon=True)
+        self._writer.start()
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Leave a record as it is: the thread formats it."""
-        return record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         """Queue a record if there is room."""
         try:
             if self._dropped:
@@ -68,29 +65,20 @@ class EventHandler(QueueHandler):
         except Full:
             self._dropped += 1
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Count a record that could not be queued: the keeper has other things to do."""
-        self._dropped += 1
+    def _write(self, fd: int, line: Callable[[logging.LogRecord], str]) -> None:
+        # Without the lock of this handler: at exit, logging waits for the lock of each.
+        for record in iter(self.queue.get, None):
+            rest = (line(record) + "\n").encode("ascii", "backslashreplace")
+            with contextlib.suppress(OSError):  # who read the lines is gone, and the keeper is not
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
 
     def close(self) -> None:
         """Write what there is, as far as somebody reads it within a second."""
-        end = threading.Thread(target=self._listener.stop, daemon=True)  # it waits for whoever reads
-        end.start()
-        end.join(_LAST)
+        with contextlib.suppress(Full):
+            self.queue.put(None, timeout=_LAST / 2)
+            self._writer.join(_LAST / 2)
         super().close()
-
-
-class _Writer:
-    """A writer of records to a descriptor. It is no logging.Handler: at exit, logging waits for the lock of each."""
-
-    def __init__(self, fd: int, form: logging.Formatter) -> None:
-        self._fd, self._form = fd, form
-
-    def handle(self, record: logging.LogRecord) -> None:
-        rest = (self._form.format(record) + "\n").encode("ascii", "backslashreplace")
-        with contextlib.suppress(OSError):  # who read the lines is gone, and the keeper is not
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
 
 
 # -- on and off -------------------------------------------------------------------------------------------------------
@@ -98,7 +86,7 @@ def start(form: str, level: str = "info", fd: int = 2) -> None:
     """Log to a descriptor from now on. The log of Python's event loop goes there as well."""
     global _handler
     stop()
-    _handler = EventHandler(fd, form)
+    _handler = EventHandler(fd, _json if form == "json" else _text)
     for log in (_log, logging.getLogger("asyncio")):
         log.addHandler(_handler)
         log.propagate = False
@@ -192,22 +180,20 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return {"timestamp": _timestamp(record.created), "severity": record.levelname, "event.name": event, **said}
 
 
-class _Json(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = _fields(record)
-        if "user.id" in line:  # as strings, say OpenTelemetry's conventions
-            line["user.id"] = str(line["user.id"])
-        return json.dumps(line)
+def _json(record: logging.LogRecord) -> str:
+    line = _fields(record)
+    if "user.id" in line:  # as strings, say OpenTelemetry's conventions
+        line["user.id"] = str(line["user.id"])
+    return json.dumps(line)
 
 
-class _Text(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        when, severity, event, *rest = _fields(record).items()
-        parts = [when[1], severity[1], event[1]]
-        for name, value in rest:
-            text = str(value)
-            parts.append(f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
-        return " ".join(parts)
+def _text(record: logging.LogRecord) -> str:
+    when, severity, event, *rest = _fields(record).items()
+    parts = [when[1], severity[1], event[1]]
+    for name, value in rest:
+        text = str(value)
+        parts.append(f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
+    return " ".join(parts)
 
 
 def _clipped(value: Any) -> Any:

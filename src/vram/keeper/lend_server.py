@@ -14,9 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import ClosedError, NotFoundError, WaitTimeoutError
 from ..lifetime import wait_for
@@ -35,8 +33,6 @@ from .server import KeeperServer
 
 _T = TypeVar("_T")
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
-
-
 _REFUSED = (m.Publish, m.Offer, m.Part, m.Remove, m.Takeover, m.Page, m.Update, m.Pages)
 
 
@@ -44,14 +40,7 @@ class LendServer:
     """A keeper of one entry at a socket, in a thread of its own; every user who may connect may borrow.
     `patience` is the seconds that a borrower may keep it waiting before it is disconnected."""
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        mode: int = 0o600,
-        group: str | None = None,
-        patience: float = IDLE,
-    ) -> None:
+    def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None, patience: float = IDLE) -> None:
         self.keeper = KeeperServer(path, mode=mode, group=group, patience=patience, raises_limit=False)
         self.path = self.keeper.path
         service = self.keeper.service
@@ -103,7 +92,7 @@ class LendServer:
         try:
             _servers.add(self)
             if self._has_ended:
-                raise self._over()
+                self._never()
             self.keeper.listen()
             self.keeper.serve(ready, signals=False)
         except BaseException as error:
@@ -117,7 +106,8 @@ class LendServer:
             close_fds(self._fds)
             self._keeps = None
             for asked in list(self._asked):
-                asked.cancel()
+                if not asked.done():
+                    _carry_out(asked, self._never)
             _servers.discard(self)
 
     def lend(
@@ -138,44 +128,27 @@ class LendServer:
         # Close-on-exec, as all that Python makes. From here on they are the thread's, which alone knows whether it has
         # put them in: a number that is closed here too would be another's.
         self._fds.extend(map(os.dup, fds if manifest_fd is None else (manifest_fd, *fds)))
-        self._do(lambda: self._put_in(segments, manifest, manifest_fd is not None, nbytes, writable, meta))
-
-    def _put_in(
-        self,
-        segments: Sequence[Segment],
-        manifest: bytes,
-        has_manifest_fd: bool,
-        nbytes: int,
-        writable: bool,
-        meta: Mapping[str, str],
-    ) -> None:
         devices = list(dict.fromkeys([segment.device for segment in segments]))
         rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
-        publication = self.keeper.catalogue.begin(
-            self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
-        )
-        fds, self._fds = self._fds, []
-        held = Held(fds, nbytes, self._returned)
-        version, effects = self.keeper.catalogue.commit(publication, held, self.keeper.now())
-        version.body = msgspec.Raw(
-            m.encode(
-                m.Entry(
-                    LENT, version.number, version.owner, writable, rows, devices, manifest, has_manifest_fd,
-                    version.meta,
-                )
+        has_manifest_fd = manifest_fd is not None
+        request = m.Publish(0, LENT, rows, devices, manifest, has_manifest_fd, writable=writable, meta=dict(meta))
+
+        def put_in() -> None:
+            keeper = self.keeper
+            publication = keeper.catalogue.begin(
+                self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
             )
-        )  # fmt: skip
-        self._version = version
-        self.keeper.service.carry_out(effects)  # those who came between the socket and this
+            fds, self._fds = self._fds, []
+            self._version = keeper.service.commit(request, publication, Held(fds, nbytes, self._returned))
+            keeper.service.carry_out(())  # for those who came between the socket and this
+
+        self._do(put_in)
 
     # -- what its process asks ------------------------------------------------------------------------------------
     def holders(self) -> list[HolderInfo]:
         """Return who holds a lease, longest first."""
-        return self._do(self._holders)
-
-    def _holders(self) -> list[HolderInfo]:
-        leases = self.keeper.catalogue.leases.values()
-        return [listing.holder(one, self.keeper.now()) for one in leases]
+        leases, now = self.keeper.catalogue.leases, self.keeper.now
+        return self._do(lambda: [listing.holder(one, now()) for one in leases.values()])
 
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""
@@ -236,19 +209,16 @@ class LendServer:
         try:
             self._asked.add(asked)
             if self._thread is None or not self._thread.is_alive():
-                raise self._over()
+                self._never()
             try:
                 self.keeper.loop.call_soon_threadsafe(_carry_out, asked, call)
             except RuntimeError:  # its loop was closed
-                raise self._over() from None
+                self._never()
             try:
                 _is_done(asked)
             finally:
-                is_over = asked.cancelled()  # by the thread, at its end
                 # Late: either it does not run any more, or what it uses is its own and it ends soon.
-                is_late = not is_over and (asked.cancel() or not _is_done(asked))
-            if is_over:
-                raise self._over()
+                is_late = asked.cancel() or not _is_done(asked)
             if is_late:
                 raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {REQUEST:g} s")
             return asked.result()
@@ -256,8 +226,8 @@ class LendServer:
             self._asked.discard(asked)
             del asked  # or its error, which keeps this frame, would keep itself
 
-    def _over(self) -> ClosedError:
-        return ClosedError(f"what was lent at {self.path} is not lent any more")
+    def _never(self) -> NoReturn:
+        raise ClosedError(f"what was lent at {self.path} is not lent any more")
 
     def close_in_child(self) -> None:
         """In the child of a fork: close the parent's sockets, or borrowers would not see the parent's end."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec.structs import asdict
 
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
@@ -20,7 +19,7 @@ from .admission import InadmissibleError, admit_page, look_at
 from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
-from .records import Answered, Claim, Effect, Evicted, Free, Lease, Notify, Session, Waiter, exact, record_from
+from .records import Claim, Effect, Evicted, Free, Lease, Notify, Session, Version, Waiter, exact, record_from
 
 if TYPE_CHECKING:
     from .server import KeeperServer
@@ -270,17 +269,21 @@ class Service:
             self.server.watch_over(connection)
             return m.NextPart(call, len(partial.fds))
         del connection.partials[request.call]
-        held = Held(partial.fds.detach(), partial.nbytes, self.server.dispose)
+        version = self.commit(request, publication, Held(partial.fds.detach(), partial.nbytes, self.server.dispose))
+        self.server.did(publication.session, call, version.number)
+        return m.Published(call, version.number)
+
+    def commit(self, request: m.Publish, publication: Publication, held: Held) -> Version:
+        """Make a publication a version, in what is `held`. Effects follow the next reply."""
         names = self.catalogue.names.entries
         try:
-            version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
+            version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=held.nbytes)
         except BaseException:
             held.drop()
             raise
         notes: Any = msgspec.Raw(version.notes)
         entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
         version.settle(exact(m.encode(entry)))
-        self.server.did(publication.session, call, version.number)
         event_log.say(
             "vram.entry.published" if self.catalogue.names.entries > names else "vram.entry.replaced",
             who=publication.session,
@@ -291,7 +294,7 @@ class Service:
             },
         )
         self._due.extend(effects)
-        return m.Published(call, version.number)
+        return version
 
     def give_up(self, connection: Connection, partial: Partial) -> None:
         """End a publication that will not be completed, and close its descriptors."""
