@@ -58,7 +58,7 @@ _WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of tho
 
 
 class EndError(Exception):
-    """This guardian ends: there is no room for what it is given, or nothing to take over."""
+    """This guardian ends, and says why: there is no room for what it is given, say, or nothing to take over."""
 
 
 class Guardian:
@@ -142,15 +142,12 @@ class Guardian:
                 more.poll()
                 end.poll(_NAP)
             try:
-                payload, ancillary, said, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+                payload, fds, cut = _received(sock)
             except ConnectionResetError:  # it left something unread
                 continue
-            fds = array.array("i")
-            for _, _, data in ancillary:
-                fds.frombytes(data[: len(data) // 4 * 4])
             if not payload:
                 return
-            if said & _CTRUNC:
+            if cut:
                 raise EndError(
                     f"there is no room for more than the {len(self.kept)} descriptors that are kept: this guardian "
                     f"ends, and the keeper starts another"
@@ -210,8 +207,7 @@ class Guardian:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while fds:
                 before.sendall(b"G" + struct.pack("<Q", len(self.kept)))
-                payload, ancillary, _, _ = before.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
-                fds = array.array("i", b"".join([data for _, _, data in ancillary]))
+                payload, fds, _ = _received(before)
                 if len(payload) != 8 * len(fds):  # the end, or there is no room for more
                     break
                 self.kept.update(zip(struct.unpack(f"<{len(fds)}Q", payload), fds, strict=True))
@@ -230,9 +226,16 @@ class Guardian:
         return os.waitstatus_to_exitcode(status)
 
 
+def _received(sock: socket.socket) -> tuple[bytes, array.array[int], bool]:
+    """Return a message, its descriptors, and whether there was no room for all of them."""
+    payload, ancillary, said, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+    data = b"".join([data for _, _, data in ancillary])
+    return payload, array.array("i", data[: len(data) // 4 * 4]), bool(said & _CTRUNC)
+
+
 def _hear_signals(guardian: Guardian) -> None:
     """Have a thread wait for the signals that end this process, which are blocked in all threads to its very end.
-    So none of them can kill it. A keeper starts with them blocked, and unblocks them when it is ready."""
+    So none of them can kill it. A keeper starts with them blocked, and has such a thread as well."""
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -246,10 +249,8 @@ def _hear_signals(guardian: Guardian) -> None:
 
     try:
         start_new_thread(hear, ())
-    except RuntimeError:  # no thread is to be had
-        for number in numbers:
-            signal.signal(number, guardian.tell)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    except RuntimeError as error:
+        raise EndError(f"a guardian needs a thread that hears signals: {error} (ulimit -u)") from None
 
 
 def _write_nowhere() -> None:
@@ -263,23 +264,20 @@ def _write_nowhere() -> None:
 def main(arguments: list[str]) -> int:
     """Run keepers, one after the other, as ``COMMAND...``; as ``--of FD PID COMMAND...`` stand by one that runs; as
     ``--from FD OTHER COMMAND...`` get everything over a socket, once its other end was handed to a guardian."""
-    there = None
+    guardian, there, pid = Guardian(arguments), None, 0
     if arguments[0] == "--of":
-        there, pid, arguments = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
+        there, pid, guardian.command = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
         os.set_inheritable(there.fileno(), False)
-    ends: list[int] = []
-    if arguments[0] == "--from":
-        ends, arguments = [int(arguments[1]), int(arguments[2])], arguments[3:]
+    elif arguments[0] == "--from":
+        guardian.before, guardian.kept[_TO_HAND] = socket.socket(fileno=int(arguments[1])), int(arguments[2])
+        guardian.command = arguments[3:]
+        for end in arguments[1:3]:
+            os.set_inheritable(int(end), False)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    guardian = Guardian(arguments)
     _hear_signals(guardian)
-    if ends:
-        guardian.before, guardian.kept[_TO_HAND] = socket.socket(fileno=ends[0]), ends[1]
-        for fd in ends:
-            os.set_inheritable(fd, False)
     failures, has_served = 0, there is not None
     while True:
         gives = guardian.next is not None
@@ -291,18 +289,10 @@ def main(arguments: list[str]) -> int:
         else:
             sock, there = there, None
             guardian.keeper, guardian.is_child = pid, False
-        try:
-            guardian.hold(sock)
-        except EndError as error:
-            print(f"vram keep: {error}", file=sys.stderr)
-            return 1
+        guardian.hold(sock)
         sock.close()
         if not (guardian.is_child or guardian.served or guardian.ends or gives):
-            print(
-                "vram keep: a keeper and its guardian died at once: what was kept is lost: publish it again",
-                file=sys.stderr,
-            )
-            return 1
+            raise EndError("a keeper and its guardian died at once: what was kept is lost: publish it again")
         status = guardian.gone()
         guardian.keeper = 0
         if guardian.is_told and guardian.is_taking:
@@ -313,20 +303,16 @@ def main(arguments: list[str]) -> int:
         failures = 0 if guardian.served else failures + 1
         if failures >= _MOST:
             lost = "what was kept is lost, and has to be published again"
-            print(
-                f"vram keep: {failures} keepers in a row died before they served (the last with {status}): "
-                f"{'the keeper before goes on' if guardian.is_taking else lost}",
-                file=sys.stderr,
+            raise EndError(
+                f"{failures} keepers in a row died before they served (the last with {status}): "
+                f"{'the keeper before goes on' if guardian.is_taking else lost}"
             )
-            return 1
         time.sleep(_WAITS[failures])
 
 
 if __name__ == "__main__":
-    ended_with = main(sys.argv[1:])
-    # For the case without a thread: at its end the interpreter restores the default action of each handled signal, and
-    # a second signal would kill this process. Blocked first, since Python reports a signal that comes before SIG_IGN.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(ending, signal.SIG_IGN)
-    sys.exit(ended_with)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except EndError as error:
+        print(f"vram keep: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -19,7 +19,20 @@ from .admission import InadmissibleError, admit_page, look_at
 from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
-from .records import Claim, Effect, Evicted, Free, Lease, Notify, Session, Version, Waiter, exact, record_from
+from .records import (
+    Claim,
+    Effect,
+    Evicted,
+    Free,
+    Lease,
+    Notify,
+    Publication,
+    Session,
+    Version,
+    Waiter,
+    exact,
+    record_from,
+)
 
 if TYPE_CHECKING:
     from .server import KeeperServer
