@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from .entries.administration import remove as remove
     from .entries.administration import revoke as revoke
     from .entries.administration import statistics as statistics
+    from .entries.asleep import detach_all as detach_all
+    from .entries.asleep import reattach_all as reattach_all
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
     from .entries.borrow import borrow as borrow
@@ -70,6 +72,7 @@ _HOMES = {
     "arrays.torch_pool": "TorchPool",
     "collectives.group": "Group",
     "entries.administration": "entry holders list_entries remove revoke statistics",
+    "entries.asleep": "detach_all reattach_all",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
     "entries.follower": "follow",

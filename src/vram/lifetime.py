@@ -37,7 +37,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FrameType, TracebackType
@@ -362,10 +362,10 @@ class Handle:
         finally:
             _settle()
 
-    def holders(self, *, besides: Handle | None = None) -> tuple[str, ...]:
-        """Return the labels of all claims, oldest first, but for those of one handle that depends on this one."""
+    def holders(self, *, besides: Collection[object] = ()) -> tuple[str, ...]:
+        """Return the labels of all claims, oldest first, but for those of some handles that depend on this one."""
         return tuple(
-            _who(holder) for holder, _, _ in list(self._claims.values()) if besides is None or holder is not besides
+            _who(holder) for holder, _, _ in list(self._claims.values()) if not any(holder is one for one in besides)
         )
 
     def needs(self) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ from vram.keeper.private import KeeperProcess, short_directory
 
 
 @contextlib.contextmanager
-def own_keeper(*options: str, **how: Any) -> Iterator[KeeperProcess]:
-    """Run a keeper that may be killed, as this process's default."""
+def own_keeper(*options: str, at: str = "", **how: Any) -> Iterator[KeeperProcess]:
+    """Run a keeper that may be killed, as this process's default; `at` is the path of one that is gone."""
     before = os.environ.get("VRAM_KEEPER")
     with short_directory() as place:
-        keeper = KeeperProcess(f"{place}/k", options, **how)
+        keeper = KeeperProcess(at or f"{place}/k", options, **how)
         os.environ["VRAM_KEEPER"] = keeper.path
         try:
             yield keeper

@@ -135,6 +135,11 @@ class RegionViews:
                 views.region.extend(given[len(views.region.layout) :], region.nbytes)
         return views
 
+    @property
+    def private(self) -> RegionViews | None:
+        """The views of the private mapping that :meth:`writable_view` shows, if there is one."""
+        return self._writable
+
     def drop_writes(self) -> None:
         """Have the views of :meth:`writable_view` show the bytes of the region again."""
         views = self._writable

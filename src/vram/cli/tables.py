@@ -143,7 +143,7 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
             str(holder.uid),
             describe_pid(holder.pid, holder.host),
             holder.label or "-",
-            holder.access,
+            holder.rights,
             format_age(holder.age),
         )
     return table
@@ -199,7 +199,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
                 describe_pid(holder.pid, holder.host),
                 str(holder.uid),
                 holder.label or "-",
-                holder.access,
+                holder.rights,
                 format_age(holder.age),
             )
     notes = _table("meta", "value")

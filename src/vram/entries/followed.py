@@ -60,6 +60,7 @@ class FollowedLease(Lease):
 
     __slots__ = ()
     _warn_on_leak = False
+    _is_shared = True
 
     def again(self) -> FollowedLease:
         """Return another lease on the same mapping, with the same arrays. The keeper knows of one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -60,25 +60,33 @@ def refresh(lease: Lease) -> tuple[str, ...]:
     """Go on to the newest version; see :meth:`Lease.refresh <vram.entries.lease.Lease.refresh>`."""
     if lease._only is not None:
         raise UsageError(f"{lease!r} has some of the arrays, and does not grow: upgrade() attaches the newest version")
-    if lease._hears().moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
-        raise BusyError(f"{lease!r} is being refreshed by the very code that this call interrupted")
-    take(lease._hears().moving)
+    with alone(lease, "refresh"):
+        found = newest(lease)
+        if found is None:
+            return ()
+        client, attachment = found
+        try:
+            return _go_on(lease, client, attachment)
+        except BaseException:
+            client.release_later(attachment.lease_id)
+            raise
+        finally:
+            close_fds(attachment.fds)  # what is mapped holds descriptors of its own
+
+
+@contextlib.contextmanager
+def alone(lease: Lease, what: str) -> Iterator[None]:
+    """Keep a lease, and have no other thread change what it is on, for the length of a block."""
+    moving = lease._hears().moving
+    if moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        raise BusyError(f"{lease!r} is being changed by the very code that this call to {what} interrupted")
+    take(moving)
     try:
         # Another thread may close it meanwhile: it is given back when this is over.
-        with lease.handle.claim("refresh"):
-            found = newest(lease)
-            if found is None:
-                return ()
-            client, attachment = found
-            try:
-                return _go_on(lease, client, attachment)
-            except BaseException:
-                client.release_later(attachment.lease_id)
-                raise
-            finally:
-                close_fds(attachment.fds)  # what is mapped holds descriptors of its own
+        with lease.handle.claim(what):
+            yield
     finally:
-        lease._hears().moving.release()
+        moving.release()
 
 
 def reconnect(lease: Lease, timeout: float | None = 0.0) -> tuple[KeeperClient, float | None]:
@@ -166,11 +174,11 @@ def _go_on(lease: Lease, client: KeeperClient, attachment: Attachment) -> tuple[
                 if region.nbytes != nbytes:
                     region.shrink(nbytes)
         raise
-    _move(lease, client, attachment, manifest, listening)
+    move(lease, client, attachment, manifest, listening)
     return tuple([name for name, entry in before.arrays.items() if manifest.arrays[name].nbytes > entry.nbytes])
 
 
-def _move(
+def move(
     lease: Lease, client: KeeperClient, attachment: Attachment, manifest: Manifest, listening: list[Subscription],
 ) -> None:  # fmt: skip
     """Have a lease be one on the newer version, and give the older back."""
@@ -178,11 +186,11 @@ def _move(
     lease._return.granted = attachment.lease_id, client.release_later
     lease._client, lease._attachment, lease._manifest = client, attachment, manifest
     lease._revoked = False
-    arrays: dict[Any, Any] = lease._arrays  # of one slot, since it grows: by name
+    arrays: dict[Any, Any] = lease._arrays
     for name, array in list(arrays.items()):
         known: Any = array.provenance  # by which it is pickled: the older version may be gone by then
-        array.provenance = known._replace(version=attachment.version)
-        if array.nbytes < manifest.arrays[name].nbytes:
+        array.provenance = known and known._replace(version=attachment.version)
+        if manifest.slots == 1 and array.nbytes < manifest.arrays[name].nbytes:
             arrays.pop(name, None)  # not closed: whoever has it keeps it
     lease._hears().replace(listening)
     if lease.is_closed:

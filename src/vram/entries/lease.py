@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..arrays import Array
-from ..arrays.dtypes import dtype_of
 from ..arrays.views import close_when_unused, part_of_view
 from ..errors import BusyError, NotFoundError, PeerGoneError, UsageError, VramError
 from ..keeper.attachment import Attachment
@@ -17,8 +15,8 @@ from ..keeper.client import KeeperClient
 from ..lifetime import Owned, shielded
 from ..spec import Location, check_timeout, format_count, format_size
 from .by_name import array_on
-from .keepers import TIMEOUT
-from .mapped import map_version, wire_access
+from .keepers import TIMEOUT, check_flag
+from .mapped import leases, map_version, parts, wire_access
 from .questions import asked
 
 if TYPE_CHECKING:
@@ -26,11 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from ..arrays.hints import ModuleLike
+    from .asleep import Rows
     from .news import News
     from .reading import Page, Section
 
-_W = TypeVar("_W")  # a memory as a whole
-_P = TypeVar("_P")  # an array in it
 _M = TypeVar("_M", bound="ModuleLike")
 
 
@@ -42,9 +39,10 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays", "_attachment", "_client", "_is_growing", "_manifest", "_news", "_only", "_pages", "_regions",
-        "_return", "_revoked", "_since", "_user", "_words", "access",
+        "_arrays", "_asleep", "_attachment", "_client", "_is_growing", "_manifest", "_news", "_only", "_pages",
+        "_regions", "_return", "_revoked", "_since", "_user", "_words", "access",
     )  # fmt: skip
+    _is_shared = False  # whether other leases are on the same mapping
 
     def __init__(
         self, client: KeeperClient, attachment: Attachment, access: str, *, user: Location | None = None,
@@ -66,7 +64,9 @@ class Lease(Owned, Mapping[str, Array]):
         self._words: memoryview | None
         self._words, self._since = update or (None, 1)
         self._pages: list[Page] = []  # one, once there was a section; the same list for all leases on one mapping
+        self._asleep: Rows | None = None
         self._claim = claim
+        leases.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
@@ -131,10 +131,7 @@ class Lease(Owned, Mapping[str, Array]):
     def array(self) -> Array:
         """The one array of what holds one.
 
-        Raises
-        ------
-        UsageError
-            If there are several: ask by name.
+        Raises UsageError if there are several: ask by name.
         """
         if len(self) != 1:
             raise UsageError(f"{len(self)} arrays are here; ask by name: {_some(tuple(self))}")
@@ -148,14 +145,13 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018  (closed leases say so)
         if self.access != "r" or len(self) <= len(self._regions):  # each in a memory of its own, or nearly
             return {name: self[name].numpy() for name in self}
-        return self._parts(Array.numpy, part_of_view, Array.numpy)
+        return parts(self, Array.numpy, part_of_view, Array.numpy)
 
     def torch(self, *, writable: Literal["copy"] | None = None) -> dict[str, torch.Tensor]:
         """Return all arrays as torch tensors over the same memory, as :meth:`Array.torch` does.
 
-        On the host a write to a tensor over read-only memory (an operation in place, a step of an optimizer, BatchNorm
-        in training mode) is private to this process; what is not written stays shared. On a GPU such a write ends the
-        context of the process: there, ask for a copy.
+        On the host a write to a tensor over read-only memory is private to this process; what is not written stays
+        shared. On a GPU such a write ends the context of the process: there, ask for a copy.
 
         Parameters
         ----------
@@ -173,19 +169,19 @@ class Lease(Owned, Mapping[str, Array]):
 
         self.handle  # noqa: B018  (closed leases say so)
         show = functools.partial(Array.torch, writable=writable if check_writable(writable) else None)
-        return self._parts(lambda whole: Tensors(show(whole)), Tensors.part, show)
+        return parts(self, lambda whole: Tensors(show(whole)), Tensors.part, show)
 
     def module(self, make: Callable[[], _M] | _M) -> _M:
         """Return a module of torch whose parameters and persistent buffers are this memory, without a copy.
 
-        As in ``vram.attach("llama").module(lambda: AutoModelForCausalLM.from_config(config))``. It is in evaluation
-        mode, without gradients, and read-only as what :meth:`torch` returns, and keeps the memory without the lease.
+        As in ``vram.attach("llama").module(lambda: AutoModelForCausalLM.from_config(config))``: in evaluation mode,
+        without gradients, read-only as what :meth:`torch` returns. It keeps the memory without the lease.
 
         Parameters
         ----------
         make : callable or torch.nn.Module
-            Makes the module as the published one was made. Its parameters take no memory; buffers that are not
-            persistent are made as ever, and moved to where the arrays are. A module is put onto this memory.
+            Makes the module as the published one was made: its parameters take no memory, buffers that are not
+            persistent are moved to where the arrays are. A module is put onto this memory.
 
         Raises
         ------
@@ -201,16 +197,16 @@ class Lease(Owned, Mapping[str, Array]):
     def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
         """Return what was published as a table as one again: its columns are the memory itself, and read-only.
 
-        The table keeps the memory, as views do; the lease may be closed. Columns in a form that Arrow and the library
-        do not have in common are copied: see the how-to on tables.
+        The table keeps the memory, as views do. Columns in a form that Arrow and the library do not have in common are
+        copied: see the how-to on tables.
 
         Parameters
         ----------
         library : {"pandas", "polars", "arrow"}, optional
             The library of the table; by default that of the library that it was published from.
         check : bool
-            Look at every offset, code and character that the library would believe, at a cost by the row. That is done
-            in any case for what another user has published; without it, what is looked at is of constant cost.
+            Look at every offset, code and character that the library would believe, at a cost by the row, as is done in
+            any case for what another user has published.
 
         Raises
         ------
@@ -226,38 +222,13 @@ class Lease(Owned, Mapping[str, Array]):
 
         return table_on(self._client, self._attachment, self._manifest, self.numpy, library, check)
 
-    def _parts(
-        self,
-        show: Callable[[Array], _W],
-        part_of: Callable[[_W, int, np.dtype[Any], tuple[int, ...]], _P | None],
-        alone: Callable[[Array], _P],
-    ) -> dict[str, _P]:
-        """Show each memory once, as bytes, and every array as a part of that."""
-        wholes: dict[int, _W] = {}
-        found: dict[str, _P] = {}
-        first = self._manifest.memories_of_a_slot * self.slot if self._manifest.slots > 1 else 0
-        for name, entry in self._manifest.arrays.items():
-            number = first + entry.memory
-            memory = self._manifest.memories[number]
-            part = None
-            dtype = dtype_of(entry.dtype) if entry.nbytes else None
-            if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
-                whole = wholes.get(number)
-                if whole is None:
-                    region = self._regions[number]
-                    whole = wholes[number] = show(Array(region, "uint8", region.nbytes))
-                part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
-            # Rare or wrong cases are looked at alone.
-            found[name] = alone(self[name]) if part is None else part
-        return found
-
     # -- newer versions -----------------------------------------------------------------------------------------
     @asked
     def is_stale(self) -> bool:
         """Ask whether the entry was published again, or removed, since: :meth:`upgrade` attaches what there is now.
 
-        The keeper that granted this lease may end; what is mapped stays readable. Once another one serves at its path
-        this is True, whatever that one has: it is other memory, also under the same name and number.
+        Once another keeper serves at the path of the one that granted this lease this is True: what that one has is
+        other memory, also under the same name and number.
 
         Raises
         ------
@@ -321,9 +292,8 @@ class Lease(Owned, Mapping[str, Array]):
         """Go on to the newest version of the entry, if that is this one with more behind it.
 
         For arrays that were made with a `capacity`, published with ``writable=True``, grown, and published again. The
-        added memory is mapped behind the addresses that there are; nothing moves. Arrays and views from before stay
-        valid and show the rows that they had: ask this lease for its arrays again to see all rows. The version before
-        is given back. Nobody needs to attach anew, as :meth:`upgrade` does.
+        added memory is mapped behind the addresses that there are. Arrays and views from before stay valid and show the
+        rows that they had: ask this lease for its arrays again to see all. The version before is given back.
 
         Returns
         -------
@@ -344,10 +314,8 @@ class Lease(Owned, Mapping[str, Array]):
             If memory of this lease is asleep.
         PeerGoneError
             If the keeper is gone, and no other serves at its path.
-        BusyError
-            In a signal handler that interrupted this very method.
 
-        If it raises, nothing has changed.
+        Nothing has changed then.
 
         Examples
         --------
@@ -375,8 +343,7 @@ class Lease(Owned, Mapping[str, Array]):
         """The arrays of each slot: two mappings of what was published with ``swap=True``, else one.
 
         Addresses in a slot never change, so that a CUDA graph that reads one can be captured for each, anywhere, and
-        launched inside of a section: ``graphs[lease.slot]``. Their bytes are of one version there only, in the
-        slot that the section is in.
+        launched inside of a section: ``graphs[lease.slot]``. Their bytes are of one version there only.
         """
         if self._manifest.slots == 1:
             return (self,)
@@ -390,10 +357,7 @@ class Lease(Owned, Mapping[str, Array]):
 
         Inside of the section ``lease["w"]``, :meth:`numpy` and :meth:`torch` are of this slot.
 
-        Raises
-        ------
-        UsageError
-            If there are two, and this thread is in no section of this lease (:meth:`reading`).
+        Raises UsageError if there are two, and this thread is in no section of this lease (:meth:`reading`).
         """
         self.handle  # noqa: B018
         if self._manifest.slots == 1:
@@ -408,10 +372,7 @@ class Lease(Owned, Mapping[str, Array]):
 
         The next complete update by the same process mends it, or a new publication, which :meth:`upgrade` attaches.
 
-        Raises
-        ------
-        PeerGoneError
-            If an update is under way, and the keeper is gone, which knows whether the publisher still makes it.
+        Raises PeerGoneError if an update is under way, and the keeper is gone.
         """
         if self._words is None:
             return False
@@ -423,36 +384,30 @@ class Lease(Owned, Mapping[str, Array]):
         """Return a section for a ``with`` block: inside it no byte of the entry changes.
 
         ``with lease.reading() as version:`` waits until no update is under way, and keeps the publisher from beginning
-        one until the block ends. `version` is 1 for what was published, and 1 more for each update since. It costs no
-        call of the keeper. Keep sections short: the publisher waits for them. They nest; each thread has its own.
+        one until the block ends. `version` is 1 for what was published, and 1 more for each update since. Keep sections
+        short: the publisher waits for them. They nest; each thread has its own; none calls the keeper.
 
         Of what was published with ``swap=True`` a section waits for nobody: it is in the slot that is current where it
-        begins (:attr:`slot`), and keeps only the update after the next one waiting. Ask for the arrays inside.
-
-        Where memory of a GPU is in the entry, the block's end waits for the work of this process on that GPU, or with
-        `stream` for the work on that one alone. A section costs nothing else there.
+        begins (:attr:`slot`), and keeps only the update after the next one waiting. Where memory of a GPU is in the
+        entry, the block's end waits for the work of this process on that GPU, or only for that on `stream`.
 
         Parameters
         ----------
         stream : int or object, optional
             The one stream by which the block reads memory of a GPU: its number, or an object of torch, CuPy, Numba or
-            cuda.core. It may not capture a graph: what is captured reads when the graph is launched, which is where
-            the section belongs.
+            cuda.core. It may not capture a graph, which reads when it is launched: there the section belongs.
         timeout : float or None
             Seconds to wait for an update that is under way; None waits for ever.
 
         Raises
         ------
         UsageError
-            If it was not published with ``updatable=True``, or this lease is a private copy (``access="cow"``), which
-            shows updates only in pages that were not written here; if `stream` is not a stream, or captures.
+            If it was not published with ``updatable=True``, or this lease is a private copy (``access="cow"``); if
+            `stream` is not a stream, or captures.
         UnsupportedError
             If the kernel has no ``membarrier``, or keeps it from this process; with `stream`, for memory of the host.
-        ClosedError, ForkedError
-            If the lease was closed; in a forked child, whose parent has it.
         BusyError
-            When the block is entered: in what interrupted this thread while it entered or waited for another section of
-            this lease, such as a signal handler or a finalizer.
+            When the block is entered: in what interrupted this thread while it entered another section of this lease.
         CapacityError
             If 512 threads of this process have had sections of this lease, and live.
         PeerGoneError
@@ -461,9 +416,9 @@ class Lease(Owned, Mapping[str, Array]):
         When the block is entered: TornError if the last update was not finished, WaitTimeoutError if one is still under
         way after `timeout` seconds, PeerGoneError if the keeper went away meanwhile.
 
-        When it ends: TornError or PeerGoneError if the lease was over before, because its connection was, so that the
-        publisher did not wait for this section. DriverError if the GPU cannot be waited for, such as while a graph is
-        captured: the section has not ended then, and keeps the publisher out until the lease is closed.
+        When it ends: TornError or PeerGoneError if the lease was over before, so that the publisher did not wait for
+        this section. DriverError if the GPU cannot be waited for, such as while a graph is captured: the section has
+        not ended then, and keeps the publisher out until the lease is closed.
         """
         self.handle  # noqa: B018
         for page in self._pages:
@@ -486,12 +441,8 @@ class Lease(Owned, Mapping[str, Array]):
 
         Raises
         ------
-        UsageError
-            If it was not published with ``updatable=True``.
-        WaitTimeoutError
-            If there was none in time.
-        TornError
-            If the update was not finished.
+        UsageError, TornError, WaitTimeoutError
+            If it was not published with ``updatable=True``; if the update was not finished; if there was none in time.
         NotFoundError
             If the entry was published anew or removed, so that this version is updated no more: see :meth:`upgrade`.
         PeerGoneError
@@ -502,14 +453,66 @@ class Lease(Owned, Mapping[str, Array]):
 
         return wait_for(self, newer_than, check_timeout(timeout))
 
+    # -- asleep ---------------------------------------------------------------------------------------------------
+    def sleep(self, *, release: bool = False) -> int:
+        """Give the memory back to whoever keeps it, until :meth:`wake`, and return how many bytes were mapped.
+
+        Addresses stay, and so do arrays, tensors and captured graphs, which must not be used meanwhile. The keeper
+        keeps the version. Its owner may park it (:func:`vram.park`) once all its readers sleep.
+
+        Parameters
+        ----------
+        release : bool
+            Give the lease back, too: the version may be gone when this wakes, on the newest one.
+
+        Raises
+        ------
+        BusyError
+            If a section is open, a tensor over it was written to on the host, or somebody else in this process holds
+            the memory. Nothing has changed then.
+        AsleepError
+            If it is asleep already.
+        UsageError
+            If it is a private copy, of a follower, on a ring, or borrowed memory that has no descriptor.
+        """
+        from .asleep import put_to_sleep  # few leases sleep
+
+        return put_to_sleep([self], release=check_flag(release, "release"))
+
+    def wake(
+        self, *, newest: bool = False, timeout: float | None = TIMEOUT, wait_for_memory: float | None = 0.0
+    ) -> int:
+        """Map the version that it was on, at the same addresses, and return its number. Awake, it stays as it is.
+
+        What is parked is brought back first. If anything fails, all of it is still asleep.
+
+        Parameters
+        ----------
+        newest : bool
+            Go on to the newest version of the same user and layout: arrays, places in memory, sizes of segments.
+        timeout, wait_for_memory : float or None
+            As in :func:`vram.attach`, in seconds.
+
+        Raises
+        ------
+        MismatchError
+            If that version has another layout; it says what differs.
+        NotFoundError, PeerGoneError
+            If the version is gone, or the keeper that keeps it: wake with ``newest=True`` once it is published again.
+        """
+        from .asleep import wake
+
+        checked = check_timeout(timeout), check_timeout(wait_for_memory, "wait_for_memory")
+        wake([self], newest=check_flag(newest, "newest"), timeout=checked[0], patience=checked[1])
+        return self.version
+
     # -- when it is wanted back ---------------------------------------------------------------------------------
     @asked
     def is_revoked(self) -> bool:
         """Ask whether the owner asked the readers of this version to let go (:func:`revoke`).
 
-        Mapped memory stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
-        asking the keeper. The end of the keeper revokes nothing, and another one that serves at its path has no say in
-        this memory: then it is False.
+        Mapped memory stays valid all the same. The end of the keeper revokes nothing, and another one that serves at
+        its path has no say in this memory: then it is False.
 
         Raises
         ------
@@ -533,14 +536,12 @@ class Lease(Owned, Mapping[str, Array]):
     def on_revoke(self, callback: Callable[[Lease], object]) -> None:
         """Have ``callback(lease)`` called once when the owner asks for this version back (:func:`revoke`).
 
-        It is called from a thread of the library, named ``vram: revoked leases``: one for all leases of the process,
-        so a callback that takes long lets the others wait. If the version was revoked before, it is called at once,
-        from that thread as well. It may close the lease, or only make a note for the loop that uses the memory:
-        nothing is taken away from under it. An exception of it goes to :func:`threading.excepthook`.
+        It is called from a thread of the library, named ``vram: revoked leases``: one for all leases of the process;
+        at once, if the version was revoked before. It may close the lease, or only make a note for the loop that uses
+        the memory: nothing is taken away from under it. An exception of it goes to :func:`threading.excepthook`.
 
-        Closing the lease before ends the listening; a callback that has begun goes on. A keeper that is gone has
-        revoked nothing: the callback is not called. Several callbacks are called in the order they came. This lease is
-        held weakly: dropping it ends the listening too.
+        Closing or dropping the lease ends the listening; a callback that has begun goes on. A keeper that is gone has
+        revoked nothing. Several callbacks are called in the order they came.
 
         Parameters
         ----------
@@ -563,20 +564,12 @@ class Lease(Owned, Mapping[str, Array]):
     def on_grow(self, callback: Callable[[Lease], object]) -> None:
         """Have ``callback(lease)`` called when there is a newer version that is this one with more behind it.
 
-        It is called once for the version that this lease is on, and again after each :meth:`refresh`, which it may call
-        itself. Called at once if there is such a version already. It is not called for a version that is something
-        else (but for one of another user's with many arrays, of which :meth:`refresh` says so), and no more once the
-        entry is removed. Everything else that :meth:`on_revoke` says of its callbacks holds here, too.
+        It is called once for the version that this lease is on, at once if there is such a version already, and again
+        after each :meth:`refresh`, which it may call itself. It is not called for a version that is something else (but
+        for one of another user's with many arrays, of which :meth:`refresh` says so). Everything else that
+        :meth:`on_revoke` says of its callbacks holds here, too.
 
-        Parameters
-        ----------
-        callback : callable
-            Takes this lease; what it returns is ignored.
-
-        Raises
-        ------
-        UsageError, PeerGoneError, QuotaError
-            As :meth:`on_revoke`.
+        Parameters and errors are those of :meth:`on_revoke`.
         """
         self.handle  # noqa: B018
         from .following import tell_of_growth  # few leases are on what grows
@@ -675,17 +668,16 @@ class Lease(Owned, Mapping[str, Array]):
     def _repr_html_(self) -> str:
         from ..markup import table
 
-        title, facts = f"Lease on {self.name} version {self.version}", [self.access]
-        if self.is_closed:
-            return table(title, (), (), facts=[*facts, "closed"])
-        entries = self._manifest.arrays
-        facts += [format_count(len(entries), "array"), format_size(self.nbytes)]
+        entries = {} if self.is_closed else self._manifest.arrays
+        facts = ["closed"] if self.is_closed else [format_count(len(entries), "array"), format_size(self.nbytes)]
         rows = ((name, one.dtype, " x ".join(map(str, one.shape)) or "-", format_size(one.nbytes))
                 for name, one in entries.items())  # fmt: skip
-        return table(title, ("array", "type", "shape", "size"), rows, facts=facts, count=len(entries))
+        title, header = f"Lease on {self.name} version {self.version}", ("array", "type", "shape", "size")
+        return table(title, header if entries else (), rows, facts=[self.access, *facts], count=len(entries))
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {self.nbytes} bytes"
+        size = "asleep" if self._asleep is not None else f"{self.nbytes} bytes"
+        state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {size}"
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import fnmatch
+import math
+import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ..arrays import Array
+from ..arrays.dtypes import dtype_of
 from ..driver.protocol import UNDECIDED
-from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
+from ..errors import AsleepError, CapacityError, NotFoundError, ProtocolError, UsageError
 from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
 from ..lifetime import Claim, own, unwinding
 from ..memory import Region
 from ..open_files import close_fds
-from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
+from ..sharing.descriptor import STRANGERS_ADDRESSES, HandleEntry, Manifest, MemoryDescriptor
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_size
 from .manifests import is_strange, read_manifest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .lease import Lease
+
+_W = TypeVar("_W")  # a memory as a whole
+_P = TypeVar("_P")  # an array in it
+
+leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # of this process
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=leases.clear)  # they are the parent's
 
 
 class LeaseReturn:
@@ -38,8 +56,20 @@ class LeaseReturn:
 
     @property
     def lease_id(self) -> int:
-        """The grantor's number for it."""
+        """The grantor's number for it. Raises AsleepError if the lease sleeps and was given back."""
+        if not self.granted[0]:
+            raise AsleepError("the lease was released as it fell asleep: lease.wake() first")
         return self.granted[0]
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the lease was given back though its holder is there, and sleeps."""
+        return not self.granted[0]
+
+    def release(self) -> None:
+        """Give the lease back while its holder sleeps."""
+        (lease_id, later), self.granted = self.granted, (0, _nothing)
+        later(lease_id)
 
     def keep_back(self) -> None:
         """From now on only mark the lease as due: its holder wants to give it back itself and wait for the answer."""
@@ -72,6 +102,10 @@ class LeaseReturn:
             later(lease_id)
 
 
+def _nothing(_lease_id: int) -> None:
+    """Give nothing back: see :meth:`LeaseReturn.release`."""
+
+
 _Update = tuple[memoryview, int]  # the words of a publisher that updates in place, and the last update by then
 
 
@@ -94,18 +128,11 @@ def map_version(
 
             words = words_of(fds[-1], leased.name)
             update = words, words[VERSION]
-        at = len(fds) - len(leased.segments)  # a manifest that has a descriptor of its own comes first
         # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
         # others; what the kernel needs is not that.
         until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
-        handles = {entry.memory: entry for entry in manifest.handles} if manifest.handles else {}
-        chosen, numbers = (manifest, None) if only is None else _choose(manifest, only, leased)
-        for number, memory in enumerate(manifest.memories):
-            entry = handles.get(number)
-            given = fds[at : at + len(memory.segments)] if entry is None else []
-            at += len(given)
-            if numbers is not None and number not in numbers:
-                continue
+        chosen, numbers = (manifest, None) if only is None else choose(manifest, only, leased)
+        for memory, entry, given in memories_of(leased, manifest, numbers):
             if entry is None:
                 region = map_memory(
                     memory, given, access=access, depends=depends, growing=growing, user=user,
@@ -136,7 +163,24 @@ def map_version(
     return chosen, tuple(regions), returns, claim, update
 
 
-def _choose(manifest: Manifest, only: Sequence[str], leased: Attachment) -> tuple[Manifest, dict[int, int]]:
+def memories_of(
+    leased: Attachment, manifest: Manifest, numbers: Container[int] | None
+) -> list[tuple[MemoryDescriptor, HandleEntry | None, list[int]]]:
+    """Return the memories of a version, or those of some `numbers`: each with its handle, if that is how it came, and
+    with its descriptors, which are lent."""
+    found = []
+    at = len(leased.fds) - len(leased.segments)  # a manifest that has a descriptor of its own comes first
+    handles = {entry.memory: entry for entry in manifest.handles} if manifest.handles else {}
+    for number, memory in enumerate(manifest.memories):
+        entry = handles.get(number)
+        given = leased.fds[at : at + len(memory.segments)] if entry is None else []
+        at += len(given)
+        if numbers is None or number in numbers:
+            found.append((memory, entry, given))
+    return found
+
+
+def choose(manifest: Manifest, only: Sequence[str], leased: Attachment) -> tuple[Manifest, dict[int, int]]:
     """Return the manifest of the arrays that match a pattern, and the new number of each memory that they lie in."""
     chosen: set[str] = set()
     for pattern in only:
@@ -184,3 +228,30 @@ def _check(client: KeeperClient, leased: Attachment, manifest: Manifest, access:
             f"another user at most {format_size(STRANGERS_ADDRESSES)} of addresses are used"
             + (": attach it without growing=True" if growing else "")
         )
+
+
+def parts(
+    lease: Lease,
+    show: Callable[[Array], _W],
+    part_of: Callable[[_W, int, np.dtype[Any], tuple[int, ...]], _P | None],
+    alone: Callable[[Array], _P],
+) -> dict[str, _P]:
+    """Return the arrays of a lease, each as a part of its memory, which is shown once, as bytes."""
+    manifest = lease._manifest
+    wholes: dict[int, _W] = {}
+    found: dict[str, _P] = {}
+    first = manifest.memories_of_a_slot * lease.slot if manifest.slots > 1 else 0
+    for name, entry in manifest.arrays.items():
+        number = first + entry.memory
+        memory = manifest.memories[number]
+        part = None
+        dtype = dtype_of(entry.dtype) if entry.nbytes else None
+        if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
+            whole = wholes.get(number)
+            if whole is None:
+                region = lease._regions[number]
+                whole = wholes[number] = show(Array(region, "uint8", region.nbytes))
+            part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
+        # Rare or wrong cases are looked at alone.
+        found[name] = alone(lease[name]) if part is None else part
+    return found

@@ -16,7 +16,7 @@ The states of a version
 
 * A reader sees all of a version or none: it exists from ``commit`` on.
 * The current version can be leased by name; a superseded one only by its number, and only while somebody still holds
-  it; a withdrawn one not at all.
+  it; a withdrawn one only by a session that holds it, as for a lease that wakes.
 * A withdrawn version may be revoked later: its readers are asked to let go, once. Nothing takes it from them.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
 * The current version counts against its owner; an older version counts against each user that leases it. A user over
@@ -342,6 +342,12 @@ class Catalogue:
         """End some leases and claims of this session, as :meth:`release` does."""
         return [effect for number in numbers for effect in self.release(session, number, now)]
 
+    def rest(self, session: Session, lease_id: int, *, asleep: bool) -> None:
+        """Note that nothing is mapped by a lease, so that its version may be parked, or that something is again."""
+        lease = self.lease(session, lease_id)
+        lease.asleep = asleep
+        self.changed[lease] = False
+
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(
         self, session: Session, name: str, version: int = 0, *, now: float, revoke: bool = False, force: bool = False
@@ -430,9 +436,7 @@ class Catalogue:
     def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
         """Keep the page of words of a lease while the lease lasts, in place of an earlier page; its holder pays for it.
         If this raises, the page is still the caller's."""
-        lease = session.leases.get(lease_id)
-        if lease is None:
-            raise NotFoundError(f"lease {lease_id} is not held by this connection")
+        lease = self.lease(session, lease_id)
         if not lease.version.updates:
             raise UsageError(f"lease {lease_id} is on what is never updated in place")
         self.accounts.admit(session.uid, Asked(page.nbytes, 1))
@@ -480,10 +484,16 @@ class Catalogue:
     # -- watching -------------------------------------------------------------------------------------------------
     def state(self, session: Session, lease_id: int) -> tuple[Version, Version | None]:
         """Return the version of a lease, and the current one of that name."""
+        version = self.lease(session, lease_id).version
+        return version, self._current(version.name)
+
+    @staticmethod
+    def lease(session: Session, lease_id: int) -> Lease:
+        """Return a lease of this session."""
         lease = session.leases.get(lease_id)
         if lease is None:
             raise NotFoundError(f"lease {lease_id} is not held by this connection")
-        return lease.version, self._current(lease.version.name)
+        return lease
 
     def watch(self, session: Session, name: str, version: int) -> Notify | None:
         """Notify the session when a version is replaced, removed, expired or revoked; at once if that has happened.
@@ -520,7 +530,7 @@ class Catalogue:
         version = self._current(name)
         if wants and (version is None or version.number != wants):
             version = self.names.find(name, wants)
-            if version is None or version.withdrawn:
+            if version is None or (version.withdrawn and not version.is_held_by(session)):
                 if wants <= self.names.last(name):
                     raise self._gone(name, wants)
                 return waiter
@@ -606,10 +616,9 @@ class Catalogue:
                 f"{what} was published with {how}, and what was written to it while it is parked would be lost: "
                 f"publish it read-only, or remove it"
             )
-        elif version.leases:
-            size = format_size(version.nbytes)
-            holders = tuple(f"{lease.session}, {size}" for lease in itertools.islice(version.leases.values(), 20))
-            count = format_count(len(version.leases), "lease")
+        elif awake := [lease for lease in version.leases.values() if not lease.asleep]:
+            size, count = format_size(version.nbytes), format_count(len(awake), "lease")
+            holders = tuple(f"{lease.session}, {size}" for lease in awake[:20])
             raise BusyError(f"{what} cannot be parked as long as somebody holds it: {count} of {size}", holders)
         lease = self._lease(session, version, waiter.asked.access, now, waiter.asked.call)
         lease.purpose = purpose

@@ -220,6 +220,10 @@ class KeeperClient(RpcConnection):
         for start in range(0, len(lease_ids), 4096):
             self._request(m.Done, m.Release, list(lease_ids[start : start + 4096]))
 
+    def rest(self, lease_id: int, *, asleep: bool = True) -> None:
+        """Say that nothing is mapped by a lease any more, so that its version may be parked, or that it is again."""
+        self._request(m.Done, m.Sleep, lease_id, asleep)
+
     # -- watching -------------------------------------------------------------------------------------------------
     def is_stale(self, lease_id: int) -> bool:
         """Return whether the leased version is no longer the one that attaching by name would give."""
@@ -568,6 +572,11 @@ def _labelled(existing: KeeperClient, label: str) -> KeeperClient:
             f"label={label!r:.130} before the first call there, or set VRAM_LABEL"
         )
     return existing
+
+
+def clients() -> list[KeeperClient]:
+    """Return this process's connections to keepers."""
+    return list(_clients.values())
 
 
 def leave_client(connection: KeeperClient) -> None:

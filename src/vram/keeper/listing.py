@@ -161,6 +161,7 @@ def holder(lease: Lease, now: float) -> HolderInfo:
         nbytes=m.saturated(version.nbytes),
         name=version.name,
         host=session.host,
+        is_asleep=lease.asleep,
     )
 
 

@@ -147,6 +147,14 @@ class Release(Struct, frozen=True, array_like=True, tag="release"):
     leases: Annotated[list[Number], Meta(max_length=4096)]
 
 
+class Sleep(Struct, frozen=True, array_like=True, tag="sleep"):
+    """Nothing is mapped by a lease any more, or something is again: its version may be parked meanwhile."""
+
+    call: Number
+    lease: Number
+    asleep: bool = True
+
+
 class Cancel(Struct, frozen=True, array_like=True, tag="cancel"):
     """Nobody waits for the answer to call `waiting` any more: a lease or claim that it was granted is given back."""
 
@@ -264,6 +272,7 @@ Request = (
     | Attach
     | More
     | Release
+    | Sleep
     | Cancel
     | State
     | Watch

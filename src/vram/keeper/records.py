@@ -109,6 +109,10 @@ class Version:
         """The metadata that its publisher gave."""
         return _unpack(self.notes)
 
+    def is_held_by(self, session: Session) -> bool:
+        """Whether a session has a lease on it."""
+        return any(lease.session is session for lease in self.leases.values())
+
     def settle(self, body: bytes) -> None:
         """Keep the encoded entry that readers get, which has the memory of its own size (:func:`exact`); the notes are
         kept once, where it ends with them."""
@@ -132,6 +136,7 @@ class Lease:
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once it may not any more
     ended: str = ""  # who kept it from that, and how
     until: float | None = None  # when another lease may begin to wake the version; None: now, or while it is parked
+    asleep: bool = False  # nothing is mapped by it, so that the version may be parked
 
 
 @dataclass(slots=True, eq=False)

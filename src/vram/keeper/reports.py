@@ -35,6 +35,8 @@ class HolderInfo(Struct, frozen=True):
         The version that is leased.
     nbytes : int
         Bytes of that version's memory, which its other readers share.
+    is_asleep : bool
+        Whether nothing of it is mapped there: see :meth:`Lease.sleep <vram.entries.lease.Lease.sleep>`.
     """
 
     lease_id: m.Number
@@ -47,6 +49,12 @@ class HolderInfo(Struct, frozen=True):
     version: m.Number
     nbytes: m.Size
     host: m.Label = ""
+    is_asleep: bool = False
+
+    @property
+    def rights(self) -> str:
+        """Its `access`, and whether it sleeps, for a table."""
+        return f"{self.access}, asleep" if self.is_asleep else self.access
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
@@ -222,7 +230,7 @@ def _entry_cells(one: EntryInfo) -> tuple[object, ...]:
 
 
 def _holder_cells(one: HolderInfo) -> tuple[object, ...]:
-    return one.name, one.version, format_size(one.nbytes), str(one), one.access, f"{one.age:.0f} s"
+    return one.name, one.version, format_size(one.nbytes), str(one), one.rights, f"{one.age:.0f} s"
 
 
 class LimitInfo(Struct, frozen=True):

@@ -100,6 +100,7 @@ class LeaseRow(Struct, array_like=True, tag=5):
     purpose: str = ""
     ended: str = ""
     until: float | None = None
+    asleep: bool = False
 
 
 class WatchRow(Struct, array_like=True, tag=6):
@@ -329,12 +330,12 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
     if one.id not in catalogue.leases:
         return gone(LeaseRow, one.id)
     page = one.page
-    if page is None and not one.purpose:  # as nearly all are
+    if page is None and not one.purpose and not one.asleep:  # as nearly all are
         return LeaseRow(one.id, one.session.id, one.version.id, one.access, one.since, one.call)
     return LeaseRow(
         one.id, one.session.id, one.version.id, one.access, one.since, one.call,
         0 if page is None else number_of(page), 0 if page is None else page.nbytes, one.purpose, one.ended,
-        one.until,
+        one.until, one.asleep,
     )  # fmt: skip
 
 

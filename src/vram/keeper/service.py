@@ -61,6 +61,7 @@ class Service:
         self.handlers: dict[type, Callable[[Connection, Session, Any, list[int]], msgspec.Struct | None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
+            m.Sleep: self._sleep,
             m.Publish: self._publish,
             m.Offer: self._offer,
             m.Part: self._part,
@@ -335,9 +336,7 @@ class Service:
         self._send_part(connection, said, held, 0)
 
     def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
-        lease = session.leases.get(request.lease)
-        if lease is None:
-            raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
+        lease = self.catalogue.lease(session, request.lease)
         if lease.purpose == "over":  # what its first descriptors are of may be gone
             raise errors.BusyError(f"lease {request.lease} was to move what was attached or moved since")
         said = m.Descriptors(request.call, request.offset)
@@ -349,6 +348,10 @@ class Service:
 
     def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> m.Reply:
         self._due.extend(self.catalogue.release_all(session, request.leases, self.server.now()))
+        return m.Done(request.call)
+
+    def _sleep(self, connection: Connection, session: Session, request: m.Sleep, fds: list[int]) -> m.Reply:
+        self.catalogue.rest(session, request.lease, asleep=request.asleep)
         return m.Done(request.call)
 
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> m.Reply:

@@ -310,7 +310,7 @@ def _claimed(chunk: Chunk) -> Ready | None:
     if is_inherited(chunk):  # a view there shows what the next to have it puts in
         return None
     memory = chunk.memory
-    if memory.has_left or memory.sealed or memory.handle.holders(besides=chunk.mapping):
+    if memory.has_left or memory.sealed or memory.handle.holders(besides=[chunk.mapping]):
         return None
     return memory, memory.handle.claim("kept for growth")
 

@@ -23,7 +23,7 @@ from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import BackupError, UsageError
 from ..lifetime import Claim, Handle, close_all, let_in, noted, own
 from ..spec import HOST, Access, Location, format_size, round_up
-from .allocation import Memory, PhysicalAllocation, acquire, or_else
+from .allocation import Memory, PhysicalAllocation, Received, acquire, or_else
 from .long_work import count
 from .pinned import Span, store_of
 from .region import Region
@@ -67,12 +67,14 @@ class Copies:
 
 class Backup:
     """The copy of a region that sleeps; this class keeps nothing, and so discards memory. `frees` says that the device
-    has the memory back, `discards` that the bytes are gone."""
+    has the memory back, `discards` that the bytes are gone, `copies` that bytes are put aside and brought back."""
 
     __slots__ = ("_held", "sizes")
 
     frees = discards = True
+    copies = False
     where = "nowhere"
+    remedy = "vram.wake it"
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)  # bytes of each chunk
@@ -102,7 +104,7 @@ class HostBackup(Backup):
 
     __slots__ = ("_spans",)
 
-    discards = False
+    discards, copies = False, True
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes)
@@ -201,7 +203,7 @@ class FileBackup(Backup):
 
     __slots__ = ("_at", "_fd", "_file", "_piece", "_sums", "_whole")
 
-    discards = False
+    discards, copies = False, True
     where = "in a file"
 
     def __init__(self, sizes: Sequence[int], file: Handle | None, fd: int, at: int, piece: int = _PIECE) -> None:
@@ -294,6 +296,33 @@ class KeptBackup(Backup):
         for memory in self._memories[first:last]:
             with PhysicalAllocation.of(memory) as allocation:
                 region._chunks.append([allocation], region._access)
+
+
+class LentBackup(Backup):
+    """With whoever lent the memory, of which nothing is held here meanwhile. `given`, in the order of the chunks, is
+    put there before the region wakes; `kept` is held while it sleeps, such as a lease."""
+
+    __slots__ = ("_kept", "given")
+
+    frees = discards = False
+    where = "with their keeper"
+    remedy = "lease.wake()"
+
+    def __init__(self, sizes: Sequence[int], kept: Handle) -> None:
+        super().__init__(sizes)
+        self._kept = kept
+        self.given: Sequence[Received] = ()
+
+    def store(self, region: Region, nbytes: int, copies: Copies) -> None:
+        """Hold what the mappings held."""
+        region._chunks.handle.depend(self._kept)
+        self._held.append(self._kept)
+
+    def map(self, region: Region, first: int, last: int) -> None:
+        """Map what was given again."""
+        if len(self.given) != len(self.sizes):
+            raise UsageError(f"{region._chunks.handle.label} wakes with all of its lease: lease.wake()")
+        region._chunks.append(self.given[first:last], region._access)
 
 
 @contextmanager

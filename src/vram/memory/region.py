@@ -159,12 +159,8 @@ class Region(Owned):
         if size.split()[-1] == ceiling.split()[-1]:
             size = size.split()[0]
         row = self._chunks.row
-        flags = {
-            "private": self.is_private,
-            "imported": self._imported,
-            "frozen": self._frozen,
-            "shared": self.has_left,
-        }
+        private, imported, frozen, shared = self.is_private, self._imported, self._frozen, self.has_left
+        flags = {"private": private, "imported": imported, "frozen": frozen, "shared": shared}
         state = ", ".join(
             [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
             if self.asleep is None
@@ -660,7 +656,8 @@ class Region(Owned):
     # -- how ----------------------------------------------------------------------------------------------------
     def sleeps(self) -> AsleepError:
         """Return the error for what cannot be done while the region is asleep."""
-        return AsleepError(f"{self._chunks.handle.label} is {self.asleep or 'awake again'}: vram.wake it first")
+        label, mark = self._chunks.handle.label, self.asleep
+        return AsleepError(f"{label} is {mark or 'awake again'}: {getattr(mark, 'remedy', 'vram.wake it')} first")
 
     def _alone(self) -> threading.RLock:
         """Return the lock under which the region is changed, for a with block.

@@ -9,7 +9,7 @@ driver calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..driver.protocol import DeviceMemory
 from ..errors import AsleepError, BusyError, UsageError
-from ..lifetime import Claim, noted, shielded, unwinding, waiting
+from ..lifetime import Claim, Handle, noted, shielded, unwinding, waiting
 from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
-from .backups import Backup, Copies, FileBackup, HostBackup, KeptBackup, PinnedBackup, open_file
+from .backups import Backup, Copies, FileBackup, HostBackup, KeptBackup, LentBackup, PinnedBackup, open_file
 from .children import child_with
 from .foreign import ForeignRegion
 from .region import Region
@@ -44,6 +44,11 @@ class Asleep:
 
     def __str__(self) -> str:
         return f"{self.state}, its bytes {self.backup.where}" if self.state == "asleep" else self.state
+
+    @property
+    def remedy(self) -> str:
+        """The call that wakes it."""
+        return self.backup.remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +204,9 @@ def sleep_regions(
     try:
         for region in marks:
             call.using.append(region.handle.claim("sleep"))  # another thread may close it meanwhile
+        lent = [chunk.mapping for one, to in places.items() if isinstance(to, LentBackup) for chunk in one._chunks.row]
         for region, mark in marks.items():
-            _begin(region, mark, unmap_shared)
+            _begin(region, mark, lent if isinstance(places[region], LentBackup) else None, unmap_shared)
         _choose(marks, places, call.files)
         call.tell_before()
         settle([region._chunks.where for region in marks], after)  # a kernel that runs on would write behind the copy
@@ -222,20 +228,22 @@ def sleep_regions(
     return SleepReport(stored, freed, time.perf_counter() - started)
 
 
-def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
-    """Mark a region, from when on nobody gets at its memory; then see whether anybody has."""
+def _begin(region: Region, mark: Asleep, lent: Sequence[Handle] | None, unmap_shared: bool) -> None:
+    """Mark a region, from when on nobody gets at its memory; then see whether anybody has. Of lent memory, only this
+    process is looked at, and `lent` has all mappings that go."""
     if isinstance(region, ForeignRegion):
         raise UsageError(f"{region!r} is not ours to unmap: another library's memory, or a lender's")
-    if region.is_private:
+    if region.is_private and lent is None:
         raise UsageError(f"{region!r} is a private copy: what was written to it is nowhere else. Copy what is needed")
     with region._alone(), region._size_lock:
         if region.asleep is not None:
             raise AsleepError(f"{region._chunks.handle.label} is {region.asleep} already")
         mark.nbytes, mark.is_sealed = region.remains[1], region.is_frozen and can_seal(region.driver)
         region.asleep = mark
-    row = region._chunks.row
     others = tuple(
-        f"{holder} ({format_size(chunk.stop - chunk.start)})" for chunk in row for holder in _others(region, chunk)
+        f"{holder} ({format_size(chunk.stop - chunk.start)})"
+        for chunk in region._chunks.row
+        for holder in _others(region, chunk, lent)
     )
     unmap_shared = unmap_shared and not region.is_updatable  # nobody could map that writable again
     if others and not unmap_shared:
@@ -266,14 +274,16 @@ def _refuse_children(marks: Mapping[Region, Asleep]) -> None:
             raise _held(region, tuple(dict.fromkeys(found)))
 
 
-def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
-    """Return who besides this region's mapping holds the memory of a chunk, or may."""
+def _others(region: Region, chunk: chunks.Chunk, lent: Sequence[Handle] | None) -> tuple[str, ...]:
+    """Return who besides this region's mapping holds the memory of a chunk, or may; see :func:`_begin`."""
+    if lent is not None:
+        return () if chunk.known is None else chunk.known.handle.holders(besides=lent)
     if region.is_imported:
         return ("whoever made it",)
     memory, forked = chunk.known, child_with(chunk)
     if memory is None:  # nobody else here ever wanted to have it
         return forked
-    found = (*memory.handle.holders(besides=chunk.mapping), *forked)
+    found = (*memory.handle.holders(besides=[chunk.mapping]), *forked)
     return (*found, "whoever it was exported to") if memory.has_left else found
 
 
@@ -355,7 +365,7 @@ def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> Non
 def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
     """Map memory and bring the bytes back, a chunk of each region in turn: mapping the next overlaps the copies.
     All chunks without bytes to come back are mapped at once, which takes one call for the rights."""
-    empty = [region for region, mark in marks.items() if discard or mark.backup.discards]
+    empty = [region for region, mark in marks.items() if not mark.backup.copies or (discard and mark.backup.frees)]
     reached = {region: 0 for region in marks if region not in empty}
     number = 0
     while True:

@@ -63,26 +63,33 @@ def map_memory(
     """Map a checked description over lent descriptors; `growing` reserves the owner's whole capacity, for growth in
     place. `sealed` memory of the host must really be so (`updatable`: against new writable mappings), or ProtocolError.
     `until` (``time.monotonic``) bounds the wait for a pending seal."""
+    location, received = receive_memory(memory, fds, sealed=sealed, until=until, updatable=updatable)
+    total = sum([one.nbytes for one in received])
+    capacity, private = memory.capacity if growing else total, access == "cow"
+    users = () if user is None or location == HOST else (user,)
+    try:
+        return Region.from_checked(
+            drivers.get(location), location, received, total, capacity, ACCESS[access], private, tuple(depends), users,
+            managed=True,
+        )  # fmt: skip
+    except UsageError as error:
+        raise not_memory(error) from None
+
+
+def receive_memory(
+    memory: MemoryDescriptor, fds: Sequence[int], *, sealed: bool, until: float | None, updatable: bool = False
+) -> tuple[Location, list[Received]]:
+    """Return the place of a checked description, and its segments with their descriptors; see :func:`map_memory`."""
     location = HOST if memory.device == "host" else location_of(memory.device)
     received = _received(memory.segments, fds, until)
-    driver = drivers.get(location)
-    try:
-        if sealed and location == HOST:
-            for one in received:
-                # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
-                # writes to the memory, who may do so from a page that never comes, and nothing ends that wait.
-                if is_read_only(one.fd) or not is_memory(one.fd):  # what is none, the driver refuses
-                    continue
-                if not (updatable and is_guarded(one.fd)):
-                    raise _not_sealed()
-        total = sum([one.nbytes for one in received])
-        capacity, private = memory.capacity if growing else total, access == "cow"
-        users = () if user is None or location == HOST else (user,)
-        return Region.from_checked(
-            driver, location, received, total, capacity, ACCESS[access], private, tuple(depends), users, managed=True
-        )
-    except UsageError as error:
-        raise _not_memory(error) from None
+    for one in received if sealed and location == HOST else ():
+        # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
+        # writes to the memory, who may do so from a page that never comes, and nothing ends that wait.
+        if is_read_only(one.fd) or not is_memory(one.fd):  # what is none, the driver refuses
+            continue
+        if not (updatable and is_guarded(one.fd)):
+            raise _not_sealed()
+    return location, received
 
 
 def extend_memory(
@@ -93,7 +100,7 @@ def extend_memory(
     try:
         region.extend(more, region.mapped + sum(one.nbytes for one in more))
     except UsageError as error:
-        raise _not_memory(error) from None
+        raise not_memory(error) from None
 
 
 def _not_sealed() -> ProtocolError:
@@ -113,7 +120,7 @@ def _received(segments: Sequence[SegmentEntry], fds: Sequence[int], until: float
     return [Received(fd, segment.nbytes, until=until) for segment, fd in zip(segments, fds, strict=True)]
 
 
-def _not_memory(error: UsageError) -> ProtocolError:
+def not_memory(error: UsageError) -> ProtocolError:
     """Return the error for a mistake in numbers that the peer chose (S7)."""
     return ProtocolError(f"memory that another process described cannot be mapped: {error}")
 

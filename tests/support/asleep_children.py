@@ -1,0 +1,55 @@
+"""The tests of leases that sleep: what runs in other processes, and what a process has."""
+
+from __future__ import annotations
+
+import os
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+import vram
+from vram.arrays.views import RegionViews
+from vram.keeper.client import close_client
+
+
+def sleep_and_wake(pipe: Connection, name: str) -> None:
+    """Attach, sleep when told to, and wake when told to; say the first byte of each array."""
+    with vram.attach(name) as lease:
+        pipe.send({key: int(lease[key].to_host().flat[0]) for key in lease})
+        pipe.recv()
+        pipe.send(lease.sleep())
+        pipe.recv()
+        lease.wake()
+        pipe.send({key: int(lease[key].to_host().flat[0]) for key in lease})
+        pipe.recv()
+    pipe.send("closed")
+
+
+def tensor_over(array: vram.Array) -> Any:
+    """Return what a tensor of torch over the first bytes of read-only memory of the host is over."""
+    assert array.pin is not None
+    return RegionViews.of(array.region).writable_view(array.pin, array.offset, (10,), np.dtype("uint8"))
+
+
+def disconnect() -> None:
+    """End the connection to the default keeper."""
+    close_client(os.environ["VRAM_KEEPER"])
+
+
+def descriptors() -> list[str]:
+    """Return what this process has open, but for the folder that is read for this."""
+    found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sorted(os.readlink(one) for one in found if os.path.lexists(one))
+
+
+def mappings() -> list[str]:
+    """Return the memfds that are mapped here."""
+    with open("/proc/self/maps") as maps:
+        return sorted(line.split()[4] for line in maps if "memfd:" in line)
+
+
+def threads() -> list[str]:
+    """Return the names of the threads of this process."""
+    return sorted(thread.name for thread in threading.enumerate())
