@@ -151,6 +151,39 @@ def test_parking_and_waking_change_all_or_nothing_i13(keeper: vram.Keeper, verb:
     assert failed >= least(4)
 
 
+@pytest.mark.parametrize("code", [2, 999])
+@pytest.mark.parametrize("verb", ["sleep", "wake", "wake parked"])
+def test_a_lease_sleeps_or_wakes_all_or_nothing_i13(keeper: vram.Keeper, verb: str, code: int) -> None:
+    with vram.zeros((2, 1 << 19), "int32", device="cuda:0", chunk="2MiB") as array:
+        array[:] = np.arange(2, dtype="int32")[:, None] + 5
+        vram.publish("there", {"a": array[0], "b": array[1]}, keeper=keeper)
+    ring_of(drivers.get(GPU), GPU)
+    failed = 0
+    with vram.attach("there", keeper=keeper) as lease:
+        addresses = [one.address for one in lease.values()]
+
+        def prepare() -> None:
+            lease.wake()
+            if verb != "sleep":
+                lease.sleep()
+            if verb == "wake parked":
+                vram.park("there", keeper=keeper, timeout=0)
+
+        prepare()
+        for raised in each_failure(lambda: lease.sleep() if verb == "sleep" else lease.wake(), code):
+            (holder,) = vram.holders(keeper=keeper)
+            assert holder.is_asleep is (lease.nbytes == 0)
+            # Memory that is brought back and cannot be mapped here stays where it was brought.
+            assert raised or holder.is_asleep is (verb == "sleep")
+            failed += raised
+            lease.wake()
+            assert [one.address for one in lease.values()] == addresses
+            assert [int(one.to_host().flat[0]) for one in lease.values()] == [5, 6]
+            if raised:
+                prepare()
+    assert failed >= least(2)
+
+
 def keeper_names(keeper: vram.Keeper) -> list[str]:
     with KeeperClient.connect(keeper.path, label="looker") as client:
         return [entry.name for entry in client.list()]

@@ -372,6 +372,33 @@ def parked(s: Scene) -> None:
     vram.remove("parked")
 
 
+def leased_twice(s: Scene) -> None:
+    """One of them is closed as the other one wakes, so that there are never more leases than before."""
+    leased(s)
+    s.other = vram.attach("weights")
+
+
+def asleep(s: Scene, *, release: bool = False) -> None:
+    leased_twice(s)
+    s.mine.sleep(release=release)
+
+
+def wake_one(s: Scene) -> None:
+    s.other.close(wait=True)
+    s.mine.wake(timeout=SOON / 4)
+
+
+def awake(s: Scene) -> None:
+    """It is asleep or it is awake, all of it, and can be the other."""
+    gc.collect()  # what the interrupt came out of has a lease
+    s.other.close()
+    for _ in range(2):
+        s.mine.wake(timeout=SOON / 4)
+        assert s.mine["a"].numpy()[3, 999] == s.mine["b"].numpy()[0, 0] == 0
+        s.mine.sleep()
+    s.mine.close()
+
+
 def lent(s: Scene) -> None:
     own_array(s)
     s.other = vram.lend({"a": s.mine}, at=s.at)
@@ -549,6 +576,11 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "close a lease and wait": (leased, lambda s: s.mine.close(wait=True), leased_no_more),
     "fileno": (leased, lambda s: s.mine.fileno(), listened),
     "on_revoke": (leased, lambda s: s.mine.on_revoke(id), listened),
+    "sleep": (leased_twice, lambda s: s.mine.sleep(), awake),
+    "sleep, and release": (leased_twice, lambda s: s.mine.sleep(release=True), awake),
+    "wake a lease": (asleep, wake_one, awake),
+    "wake a lease that was released": (lambda s: asleep(s, release=True), wake_one, awake),
+    "detach_all": (leased_twice, lambda s: vram.detach_all(), awake),
     "refresh": (grown, lambda s: s.mine.refresh(), followed),
     "follow": (nothing, lambda s: vram.follow("weights", timeout=SOON), follows_no_more),
     "current version": (follows, read_current, follows_no_more),
