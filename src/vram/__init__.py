@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .entries.publish import publish as publish
     from .entries.publish_file import publish_file as publish_file
     from .entries.ring import Ring as Ring
+    from .entries.save import save as save
     from .entries.update import update as update
     from .handover.array_channel import ArrayChannel as ArrayChannel
     from .keeper.reference import Keeper as Keeper
@@ -82,6 +83,7 @@ _HOMES = {
     "entries.publish": "publish",
     "entries.publish_file": "publish_file",
     "entries.ring": "Ring",
+    "entries.save": "save",
     "entries.update": "update",
     "handover.array_channel": "ArrayChannel",
     "keeper.reference": "Keeper private_keeper",

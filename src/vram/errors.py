@@ -112,7 +112,7 @@ class TornError(VramError):
 
 
 class BackupError(VramError):
-    """The bytes of sleeping memory could not be put aside in a file, or are not there any more as they were."""
+    """Bytes could not be put into a file, or those of sleeping memory are not there any more as they were."""
 
 
 class PeerError(VramError):

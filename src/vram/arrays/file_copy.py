@@ -21,6 +21,7 @@ _THREADS = 4  # so that a disk or a network is read at several places
 _PIPE = 1 << 20  # bytes; what anybody may ask for
 _BOUNCE = 16 << 20
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which offset of the region, how many bytes
+_Write = tuple[int, int, int, int]  # from which offset of the region, to which file, where in it, how many bytes
 
 
 @shielded
@@ -51,6 +52,40 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
             pieces.stop()
             pieces.done.wait()
             pieces.error = None  # it keeps this frame
+
+
+@shielded
+def write_files(writes: Sequence[_Write], region: Region) -> None:
+    """Copy parts of a region (offset, descriptor, file offset, bytes) to open files. Raises OSError if one is full."""
+    begin = min(offset for offset, _, _, _ in writes)
+    end = max(offset + nbytes for offset, _, _, nbytes in writes)
+    with region.pin(begin, end, "saving to a file"):
+        if isinstance(region.driver, DeviceMemory) and not RegionViews.of(region).addressable:
+            blocks = [(region.address + offset, fd, start, nbytes) for offset, fd, start, nbytes in writes]
+            ring_of(region.driver, region.users[0]).download(blocks, into=[region.handle])
+            return
+        pieces = Pieces(
+            (offset + done, fd, start + done, min(_PIECE, nbytes - done))
+            for offset, fd, start, nbytes in writes
+            for done in range(0, nbytes, _PIECE)
+        )
+        try:
+            pieces.share_out(lambda _, taken: _write_out(taken, region), _THREADS, "vram file")
+            if pieces.error is not None:
+                raise pieces.error
+        finally:
+            pieces.stop()
+            pieces.done.wait()
+            pieces.error = None  # it keeps this frame
+
+
+def _write_out(pieces: Pieces[_Write], region: Region) -> None:
+    driver: Any = region.driver
+    for offset, fd, start, nbytes in iter(pieces.next, None):
+        with driver.buffer(region.address + offset, nbytes, readonly=True) as view:
+            done = 0
+            while done < nbytes:
+                done += waiting(os.pwrite, fd, view[done:], start + done)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit
 _ALIGNMENT = 64  # bytes, of what has to be moved, and of where a file begins in the region
 _MOST_OPEN = 256  # files that are kept open from plan() to fill(); of more, each is opened again
-_INDEX = ".safetensors.index.json"  # how the name of an index ends
+INDEX = ".safetensors.index.json"  # how the name of an index ends
 _BATCH = 64  # files that are read at a time
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -63,6 +63,9 @@ _PACKED = {
     "F6_E2M3": ("float6_e2m3fn_packed", 6),
     "F6_E3M2": ("float6_e3m2fn_packed", 6),
 }
+# By the name of a type: what the format calls it, and of how many bits an element is where several share a byte.
+WORDS = {word: (name, 0) for name, word in reversed(_DTYPES.items())}
+WORDS |= {word: (name, bits) for name, (word, bits) in _PACKED.items()}
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write; convert it with safetensors.torch.save_file",
     b"\x80\x02": "a pickle; convert it with safetensors.torch.save_file",
@@ -201,7 +204,7 @@ def load(path: Paths | WeightsPlan, driver: Driver, location: Location | str) ->
 def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
     """Return what was asked for, the files, and of each which tensors an index says that it has, if there is one."""
     if isinstance(path, Sequence) and not isinstance(path, str | bytes | bytearray):
-        found = [_path(one) for one in path]
+        found = [path_of(one) for one in path]
         if index := next((one for one in found if one.endswith(".json")), None):
             raise UsageError(f"{index!r} was given among other files: give an index alone, it names its files itself")
         if not found:
@@ -210,14 +213,14 @@ def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
         if twice is not None:
             raise UsageError(f"{twice!r} was given twice")
         return found[0], found, None
-    given = _path(path)
+    given = path_of(path)
     index = given if given.endswith(".json") else None
     if os.path.isdir(given):
         try:
             names = sorted(os.listdir(given))
         except OSError as error:
             raise UnreadableFileError(f"the folder {given!r} cannot be read: {error.strerror}") from None
-        indices = [name for name in names if name.endswith(_INDEX)]
+        indices = [name for name in names if name.endswith(INDEX)]
         if len(indices) > 1:
             raise UsageError(f"{given!r} has several checkpoints: name one of {', '.join(indices[:5])}")
         if not indices:
@@ -417,7 +420,7 @@ def _lay_out(
 
 
 # -- a file -----------------------------------------------------------------------------------------------------------
-def _path(path: str | os.PathLike[str]) -> str:
+def path_of(path: str | os.PathLike[str]) -> str:
     try:
         return os.fsdecode(os.fspath(path))
     except TypeError:

@@ -344,6 +344,24 @@ def publish_file(
     )
 
 
+@app.command()
+def save(
+    name: Annotated[str, typer.Argument(help="The entry.", autocompletion=entry_names)],
+    path: Annotated[Path, typer.Argument(help="A file that ends with .safetensors, or a folder.")],
+    version: Annotated[int | None, typer.Option(help="Its version, by default the current one.")] = None,
+    shard: Annotated[str, typer.Option(metavar="SIZE", help="The most that a file in a folder has.")] = "5GiB",
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write an entry to disk, from which publish-file brings back the same."""
+    from ..entries import save as entries
+    from ..progress import show_progress
+
+    with show_progress():
+        files = entries.save(name, path, version=version, shard=shard, keeper=socket)
+    print_result(files, as_json, "\n".join(files))
+
+
 @app.command(name="ls")
 def list_(
     prefix: Annotated[str, typer.Argument(help="Only names that begin like this.", autocompletion=entry_names)] = "",

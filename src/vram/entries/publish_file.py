@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 FILE_META = "__metadata__"  # what the format itself calls it
 MAX_FILE_META = 1024  # bytes
+OURS = "vram"  # the item of that in which an entry that was saved has the rest of it
+
+
+class Saved(msgspec.Struct):
+    """The meta of an entry that was saved, and its arrays that are others by another name."""
+
+    meta: dict[str, str] = {}
+    ties: dict[str, str] = {}
 
 
 @shielded
@@ -81,7 +89,8 @@ def publish_file(
     """
     location = Location.parse(device)
     plan = weights.plan(path)
-    notes = _notes(plan, check_meta(as_notes(meta)))
+    saved = _saved(plan)
+    notes = _notes(plan, check_meta(as_notes(meta))) if saved is None else check_meta({**saved.meta, **as_notes(meta)})
     client = connect(keeper)
     # Before the file is read, which may take minutes: would it be taken at all?
     writable, updatable, swap = check_flags(writable=writable, updatable=updatable, swap=swap)
@@ -92,6 +101,8 @@ def publish_file(
         key: ArrayEntry(0, tensor.offset, tensor.nbytes, dtype_name(tensor.dtype), tensor.shape)
         for key, tensor in plan.tensors.items()
     }
+    ties = {} if saved is None else saved.ties
+    arrays |= {key: arrays[other] for key, other in ties.items() if other in arrays and key not in arrays}
     nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
     inherited = writable or updatable  # else it is sealed: what is forked while it is read is not to have it mapped
     region = Region.create(location, capacity=nbytes, nbytes=nbytes, inherited=inherited, managed=True)
@@ -108,6 +119,14 @@ def publish_file(
         close_when_unused(region)  # what is updated in place stays mapped here
         if spare is not None:
             close_when_unused(spare)
+
+
+def _saved(plan: weights.WeightsPlan) -> Saved | None:
+    """Return what :func:`vram.save` wrote of an entry besides its arrays, if it wrote the file."""
+    try:
+        return msgspec.json.decode(plan.meta[OURS], type=Saved)
+    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _notes(plan: weights.WeightsPlan, meta: dict[str, str]) -> dict[str, str]:
