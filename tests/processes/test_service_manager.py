@@ -421,8 +421,7 @@ def test_signs_of_life_and_abstract_names(directory: str) -> None:
 def test_a_manager_that_is_gone_or_unknown_is_no_trouble(tmp_path: Path) -> None:
     for address in (None, "", "vsock:2:1", "relative", f"{tmp_path}/nobody", "@" + "x" * 200):
         manager = ServiceManager(address, 1_000_000)
-        manager.ready("here")
-        manager.stopping()
+        manager.tell(READY=1, STATUS="here")
         assert bool(manager) == (address is not None and address[:1] in ("/", "@") and address != "")
 
 

@@ -136,7 +136,7 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
 
     def beat() -> None:
         manager.tell(WATCHDOG=1)
-        server.loop.call_later(manager.watchdog_interval, beat)
+        server.loop.call_later(manager.interval, beat)
 
     def about_to_restart(pid: int) -> None:
         if manager and server.listener.lent and not is_same_service(pid):
@@ -162,8 +162,9 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
         elif given.takeover:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
         event_log.say("vram.keeper.ready", fields={**pid, "vram.keeper.socket": server.path})
-        manager.ready(f"serving at {server.path}", main=link.pid if link is not None and said else None)
-        if manager.watchdog_interval:
+        succeeds = {"MAINPID": link.pid} if link is not None and said else {}  # which is to be watched now
+        manager.tell(READY=1, STATUS=f"serving at {server.path}", **succeeds)
+        if manager.interval:
             beat()
         if is_started:
             _tell_starter(given, lines, link)
@@ -171,7 +172,7 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             _say(*lines)
 
     def ending() -> None:
-        manager.stopping()
+        manager.tell(STOPPING=1)
         if not is_started:
             _say(f"ended: {_let_go(server)}")
 

@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from ..errors import BusyError, DriverError, UsageError, VramError
+from ..errors import BusyError, DriverError, UsageError
 from ..lifetime import waiting
 from ..sharing.channel import descriptor_limit, peer_credentials
 from .rules import HANDSHAKE
@@ -34,23 +34,34 @@ class Listener:
 
     def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None) -> None:
         self.path = path
-        gid = -1 if group is None else group_id(group)
+        gid = None if group is None else group_id(group)
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                _is_dead(path)  # before the lock, which whoever serves there may have for good
+                with _locked(os.path.dirname(path)):
+                    _clear_path(path)
+                    self._bind(mode, gid)
+            except BaseException:
+                self.sock.close()
+                raise
         except OSError as error:
-            raise _refused(error, f"cannot listen at {path}") from None
+            what = f"cannot listen at {path} (mode {mode:04o}, group {group})"
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no matter of the path
+                raise DriverError(what, error.errno, errno.errorcode[error.errno], descriptor_limit()) from None
+            raise UsageError(f"{what}: {error}") from None  # no such directory, not allowed, no place for sockets
+        self.sock.setblocking(False)
+
+    def _bind(self, mode: int, gid: int | None) -> None:
+        """Bind, and listen with the right mode: before that nobody can connect."""
+        self.sock.bind(self.path)
         try:
-            _is_dead(path)  # before the lock, which whoever serves there may have for good
-            with _locked(os.path.dirname(path)):
-                _clear_path(path)
-                self.inode = _bind(sock, path, mode, gid)
-        except BaseException as error:
-            sock.close()
-            if isinstance(error, OSError):  # of the path: no such directory, not allowed, no place for sockets
-                raise _refused(error, f"cannot listen at {path} (mode {mode:04o}, group {group})") from None
+            _set(self.path, mode, gid)
+            self.sock.listen(1024)
+        except BaseException:
+            os.unlink(self.path)
             raise
-        sock.setblocking(False)
-        self.sock = sock
+        self.inode = _inode(self.path)
 
     @classmethod
     def adopt(cls, path: str, sock: socket.socket, *, lent: bool = False) -> Listener:
@@ -75,10 +86,8 @@ class Listener:
 
 def set_permissions(path: str, mode: int | None, gid: int | None) -> None:
     """Set mode and group of a socket that is there; None leaves one as it is."""
-    if mode is None and gid is None:
-        return
     try:
-        _set(path, stat.S_IMODE(os.lstat(path).st_mode) if mode is None else mode, -1 if gid is None else gid)
+        _set(path, mode, gid)
     except OSError as error:
         raise UsageError(f"cannot change mode or group of {path}: {error.strerror}") from None
 
@@ -107,49 +116,27 @@ def _locked(directory: str) -> Iterator[None]:
                 f"{stat.S_IMODE(found.st_mode):04o}, and whoever may write there could take the socket's place. Make "
                 f"one of your own: install -d -m 700 {shlex.quote(os.path.join(directory, f'vram-{os.geteuid()}'))}"
             )
-        _lock(fd, directory)
+        deadline = time.monotonic() + HANDSHAKE  # longer than a keeper takes to start
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BusyError(
+                        f"another process has locked {directory} for {HANDSHAKE:g} s; is a keeper starting?"
+                    ) from None
+                waiting(time.sleep, 0.01)
         yield
     finally:
         os.close(fd)
 
 
-def _refused(error: OSError, what: str) -> VramError:
-    if error.errno in (errno.EMFILE, errno.ENFILE):  # no matter of the path
-        return DriverError(what, error.errno, errno.errorcode[error.errno], descriptor_limit())
-    return UsageError(f"{what}: {error}")
-
-
-def _bind(sock: socket.socket, path: str, mode: int, gid: int) -> tuple[int, int] | None:
-    """Bind, and listen with the right mode: before that nobody can connect."""
-    sock.bind(path)
-    try:
-        _set(path, mode, gid)
-        sock.listen(1024)
-    except BaseException:
-        os.unlink(path)
-        raise
-    return _inode(path)
-
-
-def _set(path: str, mode: int, gid: int) -> None:
-    if gid != -1:  # first: before, the mode would let another group in
+def _set(path: str, mode: int | None, gid: int | None) -> None:
+    if gid is not None:  # first: before, the mode would let another group in
         os.chown(path, -1, gid)
-    os.chmod(path, mode)
-
-
-def _lock(fd: int, directory: str) -> None:
-    """Lock a directory for as long as its descriptor is open.
-    Raises BusyError if another process has the lock for longer than a keeper takes to start."""
-    deadline = time.monotonic() + HANDSHAKE
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise BusyError(
-                    f"another process has locked {directory} for {HANDSHAKE:g} s; is a keeper starting?"
-                ) from None
-            waiting(time.sleep, 0.01)
+    if mode is not None:
+        os.chmod(path, mode)
 
 
 def _clear_path(path: str) -> None:

@@ -24,13 +24,14 @@ _BEYOND_OWNER = 0o022
 
 class ServiceManager:
     """The service manager that hears how this process is; `address` is ``NOTIFY_SOCKET`` (None: there is none).
-    `watchdog` is ``WATCHDOG_USEC``, in microseconds, or 0."""
+    `watchdog` is ``WATCHDOG_USEC``, in microseconds, or 0; `interval` is the seconds between two signs of life, half of
+    what the manager waits for, or 0 if it waits for none."""
 
     def __init__(self, address: str | None, watchdog: int = 0) -> None:
         self._address = None
         if address and address[0] in "/@":  # what else it may be (vsock) has no place for a keeper
             self._address = "\0" + address[1:] if address[0] == "@" else address
-        self._watchdog = watchdog / 1_000_000
+        self.interval = watchdog / 2_000_000 if self._address else 0.0
 
     @classmethod
     def found(cls) -> ServiceManager:
@@ -41,11 +42,6 @@ class ServiceManager:
         if not meant or not text.isascii() or not text.isdecimal() or len(text) > _DIGITS:
             return cls(address)
         return cls(address, max(int(text), _SHORTEST) if int(text) else 0)
-
-    @property
-    def watchdog_interval(self) -> float:
-        """Seconds between two signs of life, half of what it waits for; 0 if it waits for none."""
-        return self._watchdog / 2 if self._address else 0.0
 
     def __bool__(self) -> bool:
         return self._address is not None
@@ -62,17 +58,9 @@ class ServiceManager:
         except OSError:
             pass
 
-    def ready(self, what: str, *, main: int | None = None) -> None:
-        """Say that clients are served; and, by one that succeeds another keeper, which process is to be watched now."""
-        self.tell(READY=1, STATUS=what, **({} if main is None else {"MAINPID": main}))
-
     def reloading(self) -> None:
-        """Say that a restart begins; :meth:`ready` follows from the next keeper."""
+        """Say that a restart begins; ``READY=1`` follows from the next keeper."""
         self.tell(RELOADING=1, MONOTONIC_USEC=time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000)
-
-    def stopping(self) -> None:
-        """Say that this process is about to end."""
-        self.tell(STOPPING=1)
 
 
 def given_listener(path: str | None, mode: int | None, group: str | None) -> Listener | None:
