@@ -13,6 +13,7 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..sharing.channel import ALL_FDS, MAX_MESSAGE, Credentials, receive, transmit
@@ -37,58 +38,49 @@ _SENT, _LOST = 0, -1
 _RETRY, _RETRY_AT_MOST = 0.001, 1.0
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """The descriptors of one version, counted by the catalogue and by every queued answer that carries them.
     Without the count, a lease given back early would let a queued answer send a number that means another file."""
 
-    __slots__ = ("_dispose", "_uses", "fds", "nbytes", "number")
-
-    def __init__(
-        self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int], None], *, number: int = 0
-    ) -> None:
-        self.fds = fds
-        self.nbytes = nbytes
-        self.number = number  # under which a guardian has the first of them
-        self._uses = 1
-        self._dispose = dispose
+    fds: list[int]
+    nbytes: int
+    dispose: Callable[[list[int], int], None]  # called with the descriptors, and `number`
+    number: int = 0  # under which a guardian has the first of them
+    uses: int = 1
 
     def keep(self) -> None:
         """Count one more use."""
-        self._uses += 1
+        self.uses += 1
 
     def drop(self) -> None:
         """Count one use less; the last one closes the descriptors."""
-        self._uses -= 1
-        if not self._uses:
+        self.uses -= 1
+        if not self.uses:
             fds, self.fds = self.fds, []
-            self._dispose(fds, self.number)
+            self.dispose(fds, self.number)
 
 
+@dataclass(slots=True, eq=False)
 class Partial:
-    """A publication whose descriptors have not all come; the server disposes of those in `fds`.
-    `nbytes` is the memory behind them; `since` is when the last of them came."""
+    """A publication whose descriptors have not all come; the server disposes of those in `fds`."""
 
-    __slots__ = ("fds", "nbytes", "publication", "request", "since")
-
-    def __init__(self, publication: Publication, request: Publish, nbytes: int) -> None:
-        self.publication = publication
-        self.request = request
-        self.fds = Collector(publication.handles, is_armed=False)
-        self.nbytes = nbytes
-        self.since = 0.0
+    publication: Publication
+    request: Publish
+    nbytes: int  # of the memory behind those that came
+    fds: Collector
+    since: float = 0.0  # when the last of them came
 
 
+@dataclass(slots=True, eq=False)
 class Unsettled:
     """The calls that a client of the keeper before may make once more (None: it has not said which): the versions that
     were published (0: only done) and what was granted, by call. Calls that are `answered` may come all the same."""
 
-    __slots__ = ("answered", "calls", "granted", "outcomes")
-
-    def __init__(self, session: Session, outcomes: dict[int, int]) -> None:
-        self.calls: range | None = None
-        self.outcomes = outcomes
-        self.granted: dict[int, Lease | Claim] = {one.call: one for one in session.granted}
-        self.answered: set[int] = set()
+    outcomes: dict[int, int]
+    granted: dict[int, Lease | Claim]
+    calls: range | None = None
+    answered: set[int] = field(default_factory=set)
 
     def limit(self, calls: range) -> None:
         """Forget all other calls than these."""
@@ -100,46 +92,27 @@ class Unsettled:
         return self.calls is None or call in self.calls
 
 
+@dataclass(slots=True, eq=False)
 class Connection:
-    """A peer, from accept to end of file; `session` is None until its hello. `in_flight` counts descriptors sent since
-    it had read everything; `waiting_since` is when it began to owe a greeting, or to read what was sent. `unsettled` is
-    of one that was a client of the keeper before."""
+    """A peer, from accept to end of file."""
 
-    __slots__ = (
-        "closed",
-        "credentials",
-        "in_flight",
-        "number",
-        "partials",
-        "queue",
-        "queued",
-        "reading",
-        "retry",
-        "server",
-        "session",
-        "sock",
-        "unsettled",
-        "waiting_since",
-        "writing",
-    )
+    server: KeeperServer
+    sock: socket.socket
+    credentials: Credentials
+    session: Session | None = None  # from its hello on
+    partials: dict[int, Partial] = field(default_factory=dict)
+    queue: deque[tuple[bytes, Held | None, int, int]] = field(default_factory=deque)
+    queued: int = 0  # bytes
+    in_flight: int = 0  # descriptors sent since it had read everything
+    waiting_since: float | None = None  # when it began to owe a greeting, or to read what was sent
+    retry: float = _RETRY
+    writing: bool = False
+    closed: bool = False
+    number: int = 0  # under which a guardian has the socket
+    unsettled: Unsettled | None = None  # of one that was a client of the keeper before
 
-    def __init__(self, server: KeeperServer, sock: socket.socket, credentials: Credentials) -> None:
-        self.server = server
-        self.sock = sock
-        self.credentials = credentials
-        self.session: Session | None = None
-        self.partials: dict[int, Partial] = {}
-        self.queue: deque[tuple[bytes, Held | None, int, int]] = deque()
-        self.queued = 0
-        self.in_flight = 0
-        self.waiting_since: float | None = None
-        self.retry = _RETRY
-        self.reading = False
-        self.writing = False
-        self.closed = False
-        self.number = 0  # under which a guardian has the socket
-        self.unsettled: Unsettled | None = None
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+    def __post_init__(self) -> None:
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
     # -- in -------------------------------------------------------------------------------------------------------
     def readable(self) -> None:
@@ -155,7 +128,7 @@ class Connection:
             return
         try:
             if payload:
-                self.server.handle(self, payload, fds, cut)
+                self.server.service.handle(self, payload, fds, cut)
             else:
                 self.close()
         finally:
@@ -164,15 +137,8 @@ class Connection:
 
     def resume(self) -> None:
         """Read from this peer."""
-        if not self.reading and not self.closed:
-            self.reading = True
+        if not self.closed:
             self.server.loop.add_reader(self.sock, self.readable)
-
-    def pause(self) -> None:
-        """Read nothing more from this peer for now."""
-        if self.reading:
-            self.reading = False
-            self.server.loop.remove_reader(self.sock)
 
     # -- out ------------------------------------------------------------------------------------------------------
     def send(self, payload: bytes, held: Held | None = None, start: int = 0, stop: int = 0) -> None:
@@ -184,19 +150,15 @@ class Connection:
             return
         if held is not None:
             held.keep()
-        self.enqueue(payload, held, start, stop)
+        self.queue.append((payload, held, start, stop))  # which has one use of `held` from now on
+        self.queued += len(payload) + _EACH
         if self.queued > MAX_QUEUED:
             self.close()
             return
-        self.pause()
+        self.server.loop.remove_reader(self.sock)
         if len(self.queue) == 1:
             self.owes()
             self._wait_for_room()
-
-    def enqueue(self, payload: bytes, held: Held | None, start: int, stop: int) -> None:
-        """Put a message into the queue, which has one use of `held` from now on."""
-        self.queue.append((payload, held, start, stop))
-        self.queued += len(payload) + _EACH
 
     def owes(self) -> None:
         """Note that the peer has to do something within the server's patience."""
@@ -235,21 +197,14 @@ class Connection:
         return _SENT
 
     def _wait_for_room(self, code: int = errno.EAGAIN) -> None:
-        if code == errno.EAGAIN:
-            if not self.writing:
-                self.writing = True
-                self.server.loop.add_writer(self.sock, self.writable)
+        self.writing = code == errno.EAGAIN
+        if self.writing:
+            self.server.loop.add_writer(self.sock, self.writable)
         else:
             # No event tells when descriptors left flight, or others read, so look again soon.
-            self.not_writing()
+            self.server.loop.remove_writer(self.sock)
             self.server.loop.call_later(self.retry, self.writable)
             self.retry = min(self.retry * 2, _RETRY_AT_MOST)
-
-    def not_writing(self) -> None:
-        """Do not look for room in this peer's socket for now."""
-        if self.writing:
-            self.writing = False
-            self.server.loop.remove_writer(self.sock)
 
     def writable(self) -> None:
         """Send what is queued, as far as it goes."""
@@ -269,7 +224,8 @@ class Connection:
             self.queued -= len(payload) + _EACH
             if held is not None:
                 held.drop()
-        self.not_writing()
+        self.writing = False
+        self.server.loop.remove_writer(self.sock)
         self.resume()
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -279,8 +235,8 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        self.pause()
-        self.not_writing()
+        self.server.loop.remove_reader(self.sock)
+        self.server.loop.remove_writer(self.sock)
         if hang_up and not self.server.closing:
             hang_up_socket(self.sock)
             self.server.close_soon([self.sock.detach()])  # what is unread in it may be memory, and takes time to free

@@ -510,7 +510,8 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> Optio
         connection.number = row.number
         session = made.sessions.get(row.session)
         if session is not None:
-            connection.unsettled = Unsettled(session, outcomes.get(row.session, {}))
+            granted = {one.call: one for one in session.granted}
+            connection.unsettled = Unsettled(outcomes.get(row.session, {}), granted)
             server.introduce(connection, session)
     server.lost_rows = journal.bad + replayed.bad
     server.listen_on(Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent))

@@ -11,8 +11,9 @@ import heapq
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -29,33 +30,28 @@ _HOST: Final = "host"
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
+@dataclass(slots=True)
 class _Kind:
     """All requests of one kind."""
 
-    __slots__ = ("buckets", "errors", "seconds")
-
-    def __init__(self) -> None:
-        self.buckets = [0] * (len(BOUNDS) + 1)  # the last is for what took longer
-        self.seconds = 0.0
-        self.errors: dict[str, int] = {}
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # the last is for what took longer
+    seconds: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
 
 
 class Meter:
     """The counts of one keeper."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
 
     def count(self, kind: str, seconds: float, error: Exception | None) -> None:
         """Count a request, the seconds that were worked on it, and the error if it failed."""
-        counts = self._kinds.get(kind)
-        if counts is None:
-            counts = self._kinds[kind] = _Kind()
+        counts = self._kinds[kind]
         counts.buckets[bisect.bisect_left(BOUNDS, seconds)] += 1
         counts.seconds += seconds
         if error is not None:
-            name = type(error).__name__
-            counts.errors[name] = counts.errors.get(name, 0) + 1
+            counts.errors[type(error).__name__] += 1
 
     def report(
         self, call: int, catalogue: Catalogue, *, uptime: float, connections: Mapping[int, int]

@@ -109,7 +109,6 @@ class KeeperServer:
         # Called before a process restarts this keeper; raises if that is not to be.
         self.about_to_restart: Callable[[int], None] = self._stays
         self.service = Service(self)
-        self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}
         self._look_at = float("inf")  # when those are looked at next

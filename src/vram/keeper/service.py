@@ -12,7 +12,7 @@ import msgspec
 
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
-from ..sharing.parcels import next_part
+from ..sharing.parcels import Collector, next_part
 from . import event_log, listing
 from . import messages as m
 from .admission import InadmissibleError, admit_page, look_at
@@ -236,7 +236,9 @@ class Service:
             pieces=found.pieces,
             known=found.known,
         )
-        partial = connection.partials[request.call] = Partial(publication, request, found.nbytes)
+        partial = connection.partials[request.call] = Partial(
+            publication, request, found.nbytes, Collector(total, is_armed=False)
+        )
         return self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> m.Reply:
