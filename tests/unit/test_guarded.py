@@ -44,17 +44,17 @@ def test_a_guardian_that_cannot_be_replaced_now_is_replaced_later(
     link: GuardianLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the interpreter is gone, say, or no process is to be had: what is kept then is told to the next one."""
-    failures: list[None] = []
-    link.failed = lambda: failures.append(None)
+    watches: list[bool] = []
+    link.watch = watches.append
     read, write = os.pipe()
     try:
         with monkeypatch.context() as gone:
             gone.setattr(sys, "executable", "/no/python")
             with pytest.raises(FileNotFoundError):
                 link.keep([read])
-        assert (len(failures), link.is_there) == (1, False)
+        assert (watches, link.is_there) == ([False], False)
         number = link.keep([write])
-        assert link.is_there
+        assert (watches, link.is_there) == ([False, False, True], True)
         assert held_by(link).keys() == {number - 1, number}
     finally:
         os.close(read)

@@ -34,6 +34,12 @@ PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directo
 _LIMITS = {**{option.flag: option.field for option in OPTIONS}, "--claim-timeout": "claim_timeout"}
 _CARRIED = {**_LIMITS, "--patience": "patience"}
 _NOT_CARRIED = {"--metrics": "metrics", "--log": "log"}
+_DESCRIPTORS = {
+    "--guardian-fd": "connected to the process that starts the next keeper",
+    "--listener-fd": "what a service manager passed to that process",
+    "--ready-fd": "say here that it serves, and nothing on stdout",
+    "--parent-fd": "stop when this reads end of file",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,15 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="under a small process that starts the next keeper when this one dies, with all that it had",
     )
-    parser.add_argument("--guardian-fd", metavar="FD", type=int, default=-1, help="connected to that process")
-    parser.add_argument(
-        "--listener-fd", metavar="FD", type=int, default=-1, help="what a service manager passed to that process"
-    )
-    parser.add_argument(
-        "--ready-fd", metavar="FD", type=int, default=-1, help="say here that it serves, and nothing on stdout"
-    )
+    for flag, help in _DESCRIPTORS.items():
+        parser.add_argument(flag, metavar="FD", type=int, default=-1, help=help)
     parser.add_argument("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
-    parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
     parser.add_argument(
         "--own-directory",
         action="store_true",

@@ -77,12 +77,6 @@ def guardian_command() -> list[str]:
     return [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "guardian.py")]
 
 
-def _limit(sock: socket.socket) -> None:
-    """Have no message wait longer than that to be sent; by the kernel, since Python would poll before each."""
-    sock.setblocking(True)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GUARDIAN), 0))
-
-
 def _send(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> None:
     """Send a message; while too many descriptors are on their way, wait until the guardian has taken some."""
     rights = [(_SOCKET, _RIGHTS, array.array("i", fds))] if fds else []
@@ -103,20 +97,24 @@ class GuardianLink:
     `command` is how the next keeper is started."""
 
     def __init__(self, sock: socket.socket, command: list[str]) -> None:
-        self.sock = sock
         self.command = command
         self.next = _FIRST
         self.held: dict[int, int] = {}  # by number, the descriptors that the guardian has duplicates of
         self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
         self.replaced: Callable[[int], None] = lambda _: None  # told the pid of another guardian
-        self.failed: Callable[[], None] = lambda: None  # called where no other can be started now
         self.is_there = True
         self._dropped: list[int] = []
         self._child = 0
         self.pid = peer_credentials(sock).pid or 0
         self._guardian = _open_parent(self.pid)
-        _limit(sock)
+        self._talk_over(sock)
+
+    def _talk_over(self, sock: socket.socket) -> None:
+        self.sock = sock
         os.set_inheritable(sock.fileno(), False)
+        sock.setblocking(True)
+        # No message waits longer to be sent; by the kernel, since Python would poll before each.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GUARDIAN), 0))
 
     def keep(self, fds: Sequence[int]) -> int:
         """Have descriptors held; return the number of the first."""
@@ -189,17 +187,8 @@ class GuardianLink:
 
     def replace(self) -> None:
         """Start another guardian, and give it all that there is. Raises OSError if that is not to be had now."""
-        self.is_there = False
+        self.is_there = False  # until it is told all; whoever watches tries again
         self.watch(False)
-        try:
-            self._replace()
-        except OSError:
-            self.failed()
-            raise
-        self.is_there = True
-        self.watch(True)
-
-    def _replace(self) -> None:
         before, child = self.sock, self._child
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -211,8 +200,7 @@ class GuardianLink:
             raise
         finally:
             theirs.close()
-        self.sock = ours
-        _limit(ours)
+        self._talk_over(ours)
         self.replaced(self._child)  # before the other one ends, which may be the process of a service
         if self._guardian >= 0:  # one that only stands still would start keepers of its own, later
             with contextlib.suppress(ProcessLookupError):
@@ -226,6 +214,8 @@ class GuardianLink:
         for number in sorted(self.held, reverse=True):  # the journal last: who has it has everything
             _send(self.sock, b"K" + struct.pack("<Q", number), [self.held[number]])
         self.sock.sendall(b"R")
+        self.is_there = True
+        self.watch(True)
 
 
 def _reap(pid: int) -> None:
@@ -234,10 +224,8 @@ def _reap(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _open_parent(pid: int | None) -> int:
+def _open_parent(pid: int) -> int:
     """Return a descriptor of the process that started this one, if that is `pid`; else -1: it is gone."""
-    if not pid:
-        return -1
     try:
         fd = os.pidfd_open(pid)
     except OSError:
@@ -353,7 +341,6 @@ class Guard:
         """Tell the guardian that this keeper serves, and see whether it is there, from now on."""
         self._watch(True)
         self.link.watch = self._watch
-        self.link.failed = self._replace_later
         self.link.tell(b"R")
 
     def _watch(self, watches: bool) -> None:
@@ -362,13 +349,11 @@ class Guard:
             self.server.loop.add_reader(self.link.sock, self._replace)
         else:
             self.server.loop.remove_reader(self.link.sock)
+            self.server.loop.call_later(_TOLD_AFTER, lambda: None if self.link.is_there else self._replace())
 
     def _replace(self) -> None:
         with contextlib.suppress(OSError):  # it is tried again
             self.link.replace()
-
-    def _replace_later(self) -> None:
-        self.server.loop.call_later(_TOLD_AFTER, lambda: None if self.link.is_there else self._replace())
 
     # -- the journal --------------------------------------------------------------------------------------------------
     def _begin_journal(self, generation: int) -> None:
