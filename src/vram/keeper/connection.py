@@ -229,15 +229,14 @@ class Connection:
         self.resume()
 
     # -- end ------------------------------------------------------------------------------------------------------
-    def close(self, *, hang_up: bool = True) -> None:
-        """End the connection and everything that depends on it. Idempotent.
-        `hang_up` is False where this process has the socket once more, or another process will have it."""
+    def close(self) -> None:
+        """End the connection and everything that depends on it. Idempotent."""
         if self.closed:
             return
         self.closed = True
         self.server.loop.remove_reader(self.sock)
         self.server.loop.remove_writer(self.sock)
-        if hang_up and not self.server.closing:
+        if not self.server.closing:
             hang_up_socket(self.sock)
             self.server.close_soon([self.sock.detach()])  # what is unread in it may be memory, and takes time to free
         else:
@@ -246,7 +245,6 @@ class Connection:
             if held is not None:
                 held.drop()
         self.queue.clear()
-        self.queued = 0
         for unfinished in self.partials.values():
             self.server.dispose(unfinished.fds.detach())
         self.partials.clear()

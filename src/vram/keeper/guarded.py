@@ -336,6 +336,8 @@ class Guard:
                     reason = "revoked" if version.revoked else "removed" if version.withdrawn else "replaced"
                     number = 0 if current is None else current.number
                     server.service.carry_out([Notify(session, version.name, version.number, reason, number)])
+                if not connection.queue:
+                    connection.resume()
 
     def watch(self) -> None:
         """Tell the guardian that this keeper serves, and see whether it is there, from now on."""

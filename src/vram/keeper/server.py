@@ -67,7 +67,7 @@ class KeeperServer:
         guard: Guard | None = None,
     ) -> None:
         self.guard = guard
-        self.is_followed = guard is not None  # another keeper goes on with everything when this process ends
+        self.is_followed = False  # another keeper goes on with everything when this process ends
         if guard is not None:
             guard.server = self
         self.path, self._chosen = find_path(socket_path)
@@ -141,6 +141,7 @@ class KeeperServer:
             self.listen()
         if self.guard is not None:
             self.guard.begin()
+            self.is_followed = True
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
         try:
@@ -148,7 +149,10 @@ class KeeperServer:
                 self._hear_signals()
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
-            self._start()
+            if self.guard is not None:
+                self.guard.greet_again()
+            self._accepting()
+            self.schedule()
             if ready is not None:
                 ready()
             if self.guard is not None:
@@ -187,20 +191,6 @@ class KeeperServer:
         """Whether the loop runs, or is about to."""
         return self.loop is not None and not self.loop.is_closed()
 
-    def _start(self) -> None:
-        """Accept, read and write."""
-        if self.guard is not None:
-            self.guard.greet_again()
-        self._accepting()
-        for connection in [*self.pending, *self.connections.values()]:
-            if connection.queue:
-                connection.writable()
-            else:
-                connection.resume()
-            if not connection.closed and (connection.waiting_since is not None or connection.partials):
-                self.watch_over(connection)
-        self.schedule()
-
     def is_own(self, uid: int) -> bool:
         """Whether this is the user who runs the keeper, whom the ceilings for each user do not bind."""
         return uid == self.catalogue.accounts.keeper_uid
@@ -211,7 +201,7 @@ class KeeperServer:
 
     def _shut_down(self) -> None:
         """Close every connection and all memory, and tell nobody, unless another keeper goes on with them."""
-        if not (self.is_followed and self.guard is not None and self.guard.journal is not None):
+        if not self.is_followed:
             self.paused = self.closing = True
             for connection in [*self.pending, *self.connections.values()]:
                 connection.close()
@@ -428,10 +418,11 @@ def _raise_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return wanted
-    return wanted if soft == resource.RLIM_INFINITY else min(soft, 1 << 20)
+        except (OSError, ValueError):
+            return soft
+    return wanted
 
 
 def _overflow_uid() -> int:
