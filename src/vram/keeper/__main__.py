@@ -210,7 +210,7 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             else:
                 listener = Listener.adopt(given.socket, passed, lent=True)
         if listener is not None:
-            server.listen_on(listener)
+            server.listener = listener
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
         event_log.say("vram.keeper.shutdown", fields=pid)
         if server.is_followed:  # whoever follows waits for the end of this process, which has much to tear down

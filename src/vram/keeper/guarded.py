@@ -501,5 +501,5 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> Optio
             connection.unsettled = Unsettled(outcomes.get(row.session, {}), granted)
             server.introduce(connection, session)
     server.lost_rows = journal.bad + replayed.bad
-    server.listen_on(Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent))
+    server.listener = Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent)
     return options

@@ -108,7 +108,6 @@ class Guardian:
                     theirs.close()
                     raise
                 time.sleep(_REST)
-        self.is_child = True
         theirs.close()
         with contextlib.suppress(OSError):
             self._spare += [os.eventfd(0)]
@@ -264,10 +263,12 @@ def _write_nowhere() -> None:
 def main(arguments: list[str]) -> int:
     """Run keepers, one after the other, as ``COMMAND...``; as ``--of FD PID COMMAND...`` stand by one that runs; as
     ``--from FD OTHER COMMAND...`` get everything over a socket, once its other end was handed to a guardian."""
-    guardian, there, pid = Guardian(arguments), None, 0
+    guardian = Guardian(arguments)
+    sock: socket.socket | None = None  # to a keeper that runs, or another guardian; else a keeper is started
     if arguments[0] == "--of":
-        there, pid, guardian.command = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
-        os.set_inheritable(there.fileno(), False)
+        sock, guardian.keeper = socket.socket(fileno=int(arguments[1])), int(arguments[2])
+        guardian.command = arguments[3:]
+        os.set_inheritable(sock.fileno(), False)
     elif arguments[0] == "--from":
         guardian.before, guardian.kept[_TO_HAND] = socket.socket(fileno=int(arguments[1])), int(arguments[2])
         guardian.command = arguments[3:]
@@ -278,17 +279,10 @@ def main(arguments: list[str]) -> int:
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     _hear_signals(guardian)
-    failures, has_served = 0, there is not None
+    failures, has_served, gives = 0, sock is not None, False
     while True:
-        gives = guardian.next is not None
-        if guardian.next is not None:
-            sock, guardian.next = guardian.next, None
-            guardian.is_child = False
-        elif there is None:
-            sock = guardian.start()
-        else:
-            sock, there = there, None
-            guardian.keeper, guardian.is_child = pid, False
+        guardian.is_child = sock is None
+        sock = sock or guardian.start()
         guardian.hold(sock)
         sock.close()
         if not (guardian.is_child or guardian.served or guardian.ends or gives):
@@ -308,6 +302,8 @@ def main(arguments: list[str]) -> int:
                 f"{'the keeper before goes on' if guardian.is_taking else lost}"
             )
         time.sleep(_WAITS[failures])
+        sock, guardian.next = guardian.next, None
+        gives = sock is not None
 
 
 if __name__ == "__main__":

@@ -92,18 +92,13 @@ class KeeperServer:
         self.max_handles = most_handles(limit)
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
-        self.catalogue = Catalogue(
-            keeper_uid=os.geteuid(),
-            nobody=_overflow_uid(),
-            claim_timeout=claim_timeout,
-        )
+        self.catalogue = Catalogue(keeper_uid=os.geteuid(), nobody=_overflow_uid(), claim_timeout=claim_timeout)
         self.limit(quotas or Quotas())
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.by_user: dict[int, int] = {}  # connections
         self.paused = False
         self.closing = False
-        self.is_bound = False
         self.options: list[str] = []  # of the command line, which hold after a restart, too
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
         # Called before a process restarts this keeper; raises if that is not to be.
@@ -120,12 +115,12 @@ class KeeperServer:
         """Bind the socket; :meth:`serve` does it otherwise. Raises what :class:`Listener` raises."""
         prepare_directory(self.path, self._chosen)
         mode = 0o600 if self.mode is None else self.mode
-        self.listen_on(Listener(self.path, mode=mode, group=self.group))
+        self.listener = Listener(self.path, mode=mode, group=self.group)
 
-    def listen_on(self, listener: Listener) -> None:
-        """Serve on a socket that is there already."""
-        self.listener = listener
-        self.is_bound = True
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is a listener."""
+        return hasattr(self, "listener")
 
     def serve(
         self,
