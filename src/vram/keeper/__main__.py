@@ -25,7 +25,7 @@ from .server import ENDING, LEAST, KeeperServer, most_handles
 from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
-    from .guarded import Guard, GuardianLink
+    from .guarded import Guard
     from .rows import OptionsRow
 
 
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _keep(given: argparse.Namespace, options: list[str]) -> int:
-    pid = {"process.pid": os.getpid()}
+    this = {"process.pid": os.getpid()}
     recovered, said = False, ""  # of the keeper before, at a planned restart
     is_started = given.ready_fd >= 0  # by a program that waits until it serves
     # Not of a program that has a keeper of its own: what is said there is of that program. But a restart in the
@@ -157,17 +157,17 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             event_log.say("vram.keeper.takeover", fields={"process.pid": guard.taken_from.pid})
             lines.insert(0, said)
         elif recovered:
-            event_log.say("vram.keeper.recovered", fields=pid)
+            event_log.say("vram.keeper.recovered", fields=this)
             lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
         elif given.takeover:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
-        event_log.say("vram.keeper.ready", fields={**pid, "vram.keeper.socket": server.path})
-        succeeds = {"MAINPID": link.pid} if link is not None and said else {}  # which is to be watched now
+        event_log.say("vram.keeper.ready", fields={**this, "vram.keeper.socket": server.path})
+        succeeds = {"MAINPID": guard.link.pid} if guard is not None and said else {}  # which is to be watched now
         manager.tell(READY=1, STATUS=f"serving at {server.path}", **succeeds)
         if manager.interval:
             beat()
         if is_started:
-            _tell_starter(given, lines, link)
+            _tell_starter(given, lines, None if guard is None else guard.link.command)
         else:
             _say(*lines)
 
@@ -176,7 +176,6 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
         if not is_started:
             _say(f"ended: {_let_go(server)}")
 
-    link: GuardianLink | None = None
     guard: Guard | None = None
     try:
         if given.guardian_fd >= 0:
@@ -184,11 +183,10 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
 
             # Without what was passed to the guardian: another one has the listener from this keeper.
             del options[options.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd") :]
-            link = GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options])
-            guard = Guard(link)
+            guard = Guard(GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options]))
             if TO_HAND in guard.kept:
                 _take_over(guard, given.socket)
-            link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
+            guard.link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
         listener = None if is_started else _passed_listener(given)
         path = given.socket if listener is None else listener.path
         server = KeeperServer(path, mode=given.mode, group=given.group, guard=guard)
@@ -212,14 +210,14 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
         if listener is not None:
             server.listener = listener
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
-        event_log.say("vram.keeper.shutdown", fields=pid)
+        event_log.say("vram.keeper.shutdown", fields=this)
         if server.is_followed:  # whoever follows waits for the end of this process, which has much to tear down
             event_log.stop()
             os._exit(0)
     except (VramError, OSError) as error:
         event_log.say("vram.keeper.failed", logging.ERROR, error=error, otherwise=f"vram keep: {error}")
-        if link is not None:
-            link.end()  # another one would fare no better
+        if guard is not None:
+            guard.link.end()  # another one would fare no better
         return 1
     finally:
         if given.own_directory:  # whoever made it may be dead. Not if another keeper took over: it is not empty
@@ -287,7 +285,6 @@ def _carry_over(before: OptionsRow, given: argparse.Namespace) -> tuple[str, lis
     """Have those options hold that the keeper before had and that were not given anew.
     Return what became of that keeper, for a person, and these options."""
     its, _ = _parser().parse_known_args(before.options)  # of another version, perhaps
-
     fields = {**_CARRIED, **_NOT_CARRIED}
     had = {flag: field for flag, field in fields.items() if getattr(its, field) is not None}
     missing = {flag: field for flag, field in had.items() if getattr(given, field) is None}
@@ -338,14 +335,14 @@ def _let_go(server: KeeperServer) -> str:
     return f"{said}; what is mapped by {format_count(leases, 'lease')} stays until it is closed" if leases else said
 
 
-def _tell_starter(given: argparse.Namespace, lines: list[str], link: GuardianLink | None) -> None:
+def _tell_starter(given: argparse.Namespace, lines: list[str], command: list[str] | None) -> None:
     """Tell the program that waits until this keeper serves, and let go of all that is of that program."""
     with contextlib.suppress(OSError):  # the program waits no more, or a keeper that died had told it
         os.write(given.ready_fd, os.fsencode("".join(f"vram keep: {line}\n" for line in lines)))
     os.close(given.ready_fd)
-    if link is not None and "--ready-fd" in link.command:  # another guardian has no such descriptor
-        at = link.command.index("--ready-fd")
-        del link.command[at : at + 2]
+    if command is not None and "--ready-fd" in command:  # another guardian has no such descriptor
+        at = command.index("--ready-fd")
+        del command[at : at + 2]
     if given.log is None and given.parent_fd < 0:  # stderr is a file of theirs, which nobody reads any more
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

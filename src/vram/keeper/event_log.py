@@ -142,7 +142,9 @@ def answered(peer: Connection, kind: str, seconds: float, error: Exception | Non
             event, level = "vram.quota.refused", logging.WARNING
         elif isinstance(error, ProtocolError):
             event, level = "vram.protocol.error", logging.WARNING
-        elif not isinstance(error, VramError):
+        elif kind == "hello":
+            event, level = "vram.client.refused", logging.WARNING
+        if not isinstance(error, VramError):
             event, level, trace = "vram.keeper.error", logging.ERROR, _trace(error)
             fields["exception.stacktrace"] = trace[-_MOST_TEXT:]  # which is where it broke
         say(event, level, peer, error, trace, fields=fields)

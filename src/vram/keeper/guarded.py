@@ -249,7 +249,7 @@ class Guard:
         self.taken_from: OptionsRow | None = None  # of the keeper before, at a planned restart
         self._before: socket.socket | None = None  # to the guardian that gave everything
         self._rows: list[Row] = []  # of connections and outcomes, to be written with the next change
-        self._telling = self._compacting = False
+        self._telling = False
 
     # -- the beginning ------------------------------------------------------------------------------------------------
     def recover(self) -> bool:
@@ -392,16 +392,16 @@ class Guard:
             self._rows.clear()
             if journal is not None:
                 journal.append(encode(rows))
-                if journal.nbytes > self.compact_at and not self._compacting and self.server.is_serving:
-                    self._compacting = True
+                if journal.nbytes > self.compact_at and self.server.is_serving:
+                    self.compact_at = sys.maxsize  # until it is done
                     self.server.loop.call_soon(self.compact)
 
     def compact(self) -> None:
         """Begin the journal anew."""
-        self._compacting = False
         before = self.journal
         if self.server.paused or before is None:
             return
+        self.compact_at = 0  # if this fails it is tried again
         try:
             self._begin_journal(before.generation)
         finally:

@@ -229,13 +229,6 @@ class LendServer:
     def _never(self) -> NoReturn:
         raise ClosedError(f"what was lent at {self.path} is not lent any more")
 
-    def close_in_child(self) -> None:
-        """In the child of a fork: close the parent's sockets, or borrowers would not see the parent's end."""
-        for connection in [*self.keeper.pending, *self.keeper.connections.values()]:
-            connection.sock.close()
-        if self.keeper.is_bound:
-            self.keeper.listener.sock.close()
-
 
 def _carry_out(asked: Future[_T], call: Callable[[], _T]) -> None:
     if not asked.set_running_or_notify_cancel():
@@ -254,8 +247,12 @@ def _is_done(asked: Future[Any]) -> bool:
 
 
 def _after_fork_in_child() -> None:
-    for server in list(_servers):
-        server.close_in_child()
+    """Close the parent's sockets, or borrowers would not see the parent's end."""
+    for keeper in [server.keeper for server in _servers]:
+        for connection in [*keeper.pending, *keeper.connections.values()]:
+            connection.sock.close()
+        if keeper.is_bound:
+            keeper.listener.sock.close()
     _servers.clear()
 
 

@@ -11,7 +11,7 @@ import heapq
 import os
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -31,45 +31,38 @@ _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
 @dataclass(slots=True)
-class _Kind:
-    """All requests of one kind."""
+class Counts:
+    """The counts of all requests of one kind."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # the last is for what took longer
     seconds: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
 
-
-class Meter:
-    """The counts of one keeper."""
-
-    def __init__(self) -> None:
-        self._kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
-
-    def count(self, kind: str, seconds: float, error: Exception | None) -> None:
+    def add(self, seconds: float, error: Exception | None) -> None:
         """Count a request, the seconds that were worked on it, and the error if it failed."""
-        counts = self._kinds[kind]
-        counts.buckets[bisect.bisect_left(BOUNDS, seconds)] += 1
-        counts.seconds += seconds
+        self.buckets[bisect.bisect_left(BOUNDS, seconds)] += 1
+        self.seconds += seconds
         if error is not None:
-            counts.errors[type(error).__name__] += 1
+            self.errors[type(error).__name__] += 1
 
-    def report(
-        self, call: int, catalogue: Catalogue, *, uptime: float, connections: Mapping[int, int]
-    ) -> m.Measurements:
-        """Return all counts. `uptime` is in seconds; `connections` has the number of connections by uid."""
-        return m.Measurements(
-            call=call,
-            uptime=uptime,
-            processor=time.process_time(),
-            resident=_resident(),
-            bounds=list(BOUNDS),
-            requests=[
-                m.RequestRow(kind, sum(counts.buckets), counts.seconds, counts.buckets, counts.errors)
-                for kind, counts in sorted(self._kinds.items())
-            ],
-            users=_users(catalogue, connections),
-            devices=_devices(catalogue),
-        )
+
+def measurements(
+    call: int, counted: Mapping[str, Counts], catalogue: Catalogue, *, uptime: float, connections: Mapping[int, int]
+) -> m.Measurements:
+    """Return all counts, of requests by their kind. `uptime` is in seconds; `connections` has their number by uid."""
+    return m.Measurements(
+        call=call,
+        uptime=uptime,
+        processor=time.process_time(),
+        resident=_resident(),
+        bounds=list(BOUNDS),
+        requests=[
+            m.RequestRow(kind, sum(counts.buckets), counts.seconds, counts.buckets, counts.errors)
+            for kind, counts in sorted(counted.items())
+        ],
+        users=_users(catalogue, connections),
+        devices=_devices(catalogue),
+    )
 
 
 def _users(catalogue: Catalogue, connections: Mapping[int, int]) -> list[m.UserInfo]:

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ class KeeperServer:
         self.limit(quotas or Quotas())
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
-        self.by_user: dict[int, int] = {}  # connections
+        self.by_user = Counter[int]()  # connections
         self.paused = False
         self.closing = False
         self.options: list[str] = []  # of the command line, which hold after a restart, too
@@ -266,15 +267,13 @@ class KeeperServer:
         connection.resume()
 
     def _accepting(self) -> None:
+        """Accept connections, with a descriptor kept back for when there is no other."""
         if self.paused:  # a timer of before
             return
-        self._keep_spare()
-        self.loop.add_reader(self.listener.sock, self._accept)
-
-    def _keep_spare(self) -> None:
         if self._spare_fd < 0:
             with contextlib.suppress(OSError):
                 self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        self.loop.add_reader(self.listener.sock, self._accept)
 
     def _refuse_without_descriptors(self) -> None:
         """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
@@ -288,7 +287,7 @@ class KeeperServer:
             sock, _ = self.listener.sock.accept()
             why = "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)"
             self._refuse(sock, QuotaError(why))
-        self._keep_spare()
+        self._accepting()
 
     def _refuse(self, sock: socket.socket, why: QuotaError) -> None:
         event_log.say("vram.client.refused", logging.WARNING, peer_credentials(sock), why)
@@ -299,7 +298,7 @@ class KeeperServer:
         """Say why a user may not have another connection, if it may not."""
         quotas = self.catalogue.accounts.quotas
         most, of_user = quotas.max_connections or 0, quotas.user_connections or 0
-        total, used = sum(self.by_user.values()), self.by_user.get(uid, 0)
+        total, used = self.by_user.total(), self.by_user[uid]
         more = f" (half of all are for one user unless otherwise chosen, and {self.kept_back} for the keeper's own)"
         if self.is_own(uid):  # who has to get in to raise a ceiling
             most = min(most + self.kept_back, self.max_connections)
@@ -315,8 +314,7 @@ class KeeperServer:
         """Return a connection, which has not said hello, and is counted until its socket is closed."""
         sock.setblocking(False)
         connection = Connection(self, sock, peer_credentials(sock))
-        uid = connection.credentials.uid
-        self.by_user[uid] = self.by_user.get(uid, 0) + 1
+        self.by_user[connection.credentials.uid] += 1
         self.pending[connection] = None
         return connection
 

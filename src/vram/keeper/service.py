@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from . import messages as m
 from .admission import InadmissibleError, admit_page, look_at
 from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure, goodbye
-from .metering import Meter, kind_of
+from .metering import Counts, kind_of, measurements
 from .records import (
     Claim,
     Effect,
@@ -79,14 +78,15 @@ class Service:
             m.Repeating: self._repeating,
             **dict.fromkeys(_LISTINGS, self._list),
         }
-        self.meter = Meter()
+        self.counts: defaultdict[str, Counts] = defaultdict(Counts)  # by the kind of request
         self.generation = 0  # of which keeper this is, where clients of the one before make calls once more
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""
         begin = time.perf_counter()
         kind, error = self._answer(connection, payload, fds, cut)
-        self.meter.count(kind, spent := time.perf_counter() - begin, error)
+        spent = time.perf_counter() - begin
+        self.counts[kind].add(spent, error)
         event_log.answered(connection, kind, spent, error)
         self.server.flush()
 
@@ -96,22 +96,24 @@ class Service:
         """Answer one message; return what it was, and the error, if it failed."""
         session = connection.session
         call, kind = 0, "hello" if session is None else "unreadable"
+        reply: msgspec.Struct | None
         try:
             if session is None:
-                self._greet(connection, payload, fds)
-                return kind, None
-            request = m.decode_request(payload)
-            call, kind = request.call, kind_of(request)
-            if connection.unsettled is not None and self._was_done(connection, session, connection.unsettled, request):
-                return kind, None
-            if cut:
-                self._cut(payload)
-            if fds and type(request) not in (m.Publish, m.Part, m.Page, m.Takeover):
-                raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
-            if len(payload) > _LONGEST and type(request) is m.Publish:
-                raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
-            reply = self.handlers[type(request)](connection, session, request, fds)
-            if reply is not None and call:
+                reply = self._greet(connection, payload, fds)
+            else:
+                request = m.decode_request(payload)
+                call, kind = request.call, kind_of(request)
+                unsettled = connection.unsettled
+                if unsettled is not None and self._was_done(connection, session, unsettled, request):
+                    return kind, None
+                if cut:
+                    self._cut(payload)
+                if fds and type(request) not in (m.Publish, m.Part, m.Page, m.Takeover):
+                    raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
+                if len(payload) > _LONGEST and type(request) is m.Publish:
+                    raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
+                reply = self.handlers[type(request)](connection, session, request, fds)
+            if reply is not None and (call or session is None):
                 connection.send(m.encode(reply))
             self.carry_out(())
         except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
@@ -119,9 +121,9 @@ class Service:
             if isinstance(error, m.MistakenRequestError):
                 call, failed = error.call, errors.UsageError(str(error))
             connection.send(m.encode(failure(call, failed)))
-            # A peer that breaks the protocol cannot be understood any further.
+            # A peer that breaks the protocol, or speaks another, cannot be understood any further.
             breaks = isinstance(failed, errors.ProtocolError) and not isinstance(failed, InadmissibleError)
-            if breaks or not isinstance(failed, errors.VramError):
+            if breaks or session is None or not isinstance(failed, errors.VramError):
                 connection.close()
             return kind, failed
         return kind, None
@@ -191,20 +193,14 @@ class Service:
             connection.unsettled.limit(range(request.first, request.last + 1))
 
     # -- the conversation -----------------------------------------------------------------------------------------
-    def _greet(self, connection: Connection, payload: bytes, fds: list[int]) -> None:
+    def _greet(self, connection: Connection, payload: bytes, fds: list[int]) -> m.Welcome:
         hello = m.decode_hello(payload)
         if fds:
             raise errors.ProtocolError("descriptors came with a greeting")
-        try:
-            m.check_protocol(hello)
-        except errors.UnsupportedError as error:
-            event_log.say("vram.client.refused", logging.WARNING, connection.credentials, error)
-            connection.send(m.encode(failure(0, error)))
-            connection.close()
-            return
+        m.check_protocol(hello)
         uid, pid = connection.credentials.uid, connection.credentials.pid or 0
         self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
-        connection.send(m.encode(m.Welcome(self.server.pid, self.lends)))
+        return m.Welcome(self.server.pid, self.lends)
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
@@ -404,7 +400,7 @@ class Service:
 
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> m.Reply:
         uptime = self.server.now() - self.server.started
-        return self.meter.report(request.call, self.catalogue, uptime=uptime, connections=self.server.by_user)
+        return measurements(request.call, self.counts, self.catalogue, uptime=uptime, connections=self.server.by_user)
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> m.Reply:
         effects = self.catalogue.remove(
