@@ -46,46 +46,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m vram.keeper", description="Keep shared memory alive when its maker is gone."
     )
-    parser.add_argument("--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, or this user's)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, or this user's)")
+    add(
         "--mode",
         type=_mode,
-        help="permissions of the socket, octal: who may connect may attach (default: 0600, or kept)",
+        help="mode of the socket, octal: who may connect may attach (default: 0600, or kept)",
     )
-    parser.add_argument("--group", help="group of the socket")
+    add("--group", help="group of the socket")
     for option in OPTIONS:
         metavar = "SIZE" if option.limit.is_size else "N"
-        parser.add_argument(option.flag, dest=option.field, metavar=metavar, help=option.help)
-    parser.add_argument("--patience", metavar="SECONDS", type=float, help="disconnect who keeps it waiting for longer")
-    parser.add_argument(
-        "--claim-timeout",
-        metavar="SECONDS",
-        help=f"after which the claim to publish a name passes to the next who waits (default: {CLAIM_TIMEOUT:g})",
-    )
-    parser.add_argument(
-        "--takeover",
-        action="store_true",
-        help="restart the keeper that runs, if one does: with what it has, and its limits unless others are given",
-    )
+        add(option.flag, dest=option.field, metavar=metavar, help=option.help)
+    add("--patience", metavar="SECONDS", type=float, help="disconnect who keeps it waiting for longer")
+    passes = f"after which the claim to publish a name passes to the next who waits (default: {CLAIM_TIMEOUT:g})"
+    add("--claim-timeout", metavar="SECONDS", help=passes)
+    takes_over = "restart the keeper that runs, if one does: with what it has, and its limits unless others are given"
+    add("--takeover", action="store_true", help=takes_over)
     survives = parser.add_mutually_exclusive_group()
-    survives.add_argument(
-        "--ephemeral", action="store_true", help="what is kept dies with it; the default here, and not of `vram keep`"
-    )
-    survives.add_argument(
-        "--survive",
-        action="store_true",
-        help="under a small process that starts the next keeper when this one dies, with all that it had",
-    )
-    for flag, help in _DESCRIPTORS.items():
-        parser.add_argument(flag, metavar="FD", type=int, default=-1, help=help)
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
-    parser.add_argument(
-        "--own-directory",
-        action="store_true",
-        help="the socket's directory was made for this keeper alone: it is removed in the end",
-    )
-    parser.add_argument("--log", choices=event_log.FORMS, help="a line on stderr for each event")
-    parser.add_argument("--log-level", choices=event_log.LEVELS, default="info", help="of those, from this one on")
+    dies = "what is kept dies with it; the default here, and not of `vram keep`"
+    survives.add_argument("--ephemeral", action="store_true", help=dies)
+    goes_on = "under a small process that starts the next keeper when this one dies, with all that it had"
+    survives.add_argument("--survive", action="store_true", help=goes_on)
+    for flag, what in _DESCRIPTORS.items():
+        add(flag, metavar="FD", type=int, default=-1, help=what)
+    add("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
+    own = "the socket's directory was made for this keeper alone: it is removed in the end"
+    add("--own-directory", action="store_true", help=own)
+    add("--log", choices=event_log.FORMS, help="a line on stderr for each event")
+    add("--log-level", choices=event_log.LEVELS, default="info", help="of those, from this one on")
     return parser
 
 

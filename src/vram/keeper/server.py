@@ -335,10 +335,7 @@ class KeeperServer:
         """A connection was closed: end its session and all that depends on it."""
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
-        uid = connection.credentials.uid
-        self.by_user[uid] -= 1
-        if not self.by_user[uid]:
-            del self.by_user[uid]
+        self.by_user -= Counter([connection.credentials.uid])  # users without a connection are left out
         if connection.session is not None:
             self.connections.pop(connection.session.id, None)
             event_log.say("vram.client.disconnected", logging.DEBUG, connection)

@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
-_LISTINGS: dict[type, Callable[..., m.Rows]] = {
-    m.List: listing.entries,
-    m.Versions: listing.versions,
-    m.Holders: listing.holders,
-}
+_LISTINGS: dict[type, Any] = {m.List: listing.entries, m.Versions: listing.versions, m.Holders: listing.holders}
 
 
 class Service:
@@ -389,7 +385,8 @@ class Service:
         return m.Done(request.call)
 
     def _list(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> m.Reply:
-        return _LISTINGS[type(request)](self.catalogue, request, self.server.now())
+        rows: m.Rows = _LISTINGS[type(request)](self.catalogue, request, self.server.now())
+        return rows
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> m.Reply:
         server = self.server
