@@ -51,13 +51,12 @@ from ..sharing.channel import hang_up as hang_up_socket
 from . import event_log
 from . import messages as m
 from .bind import Listener, set_permissions
-from .catalogue import Catalogue
 from .connection import Connection, Held, Unsettled
 from .journal import Journal
 from .records import Evicted, Notify, Session
 from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, changes, encode, everything, gone
 from .rules import GUARDIAN
-from .server import KeeperServer
+from .server import ENDING, KeeperServer
 
 # Numbers of descriptors. At a planned restart BEFORE is the connection to the guardian that gave everything; TO_HAND is
 # its other end, to be handed to the running keeper.
@@ -306,7 +305,7 @@ class Guard:
             self._rows.append(self._options())
             self.flush()
         if self._before is not None:
-            if signal.sigpending() & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+            if signal.sigpending().intersection(ENDING):
                 raise errors.BusyError("told to end before it served: the keeper before goes on")
             with contextlib.suppress(OSError):
                 self._before.sendall(b"E")
@@ -479,13 +478,7 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> Optio
             return None
         return Held(list(map(kept.pop, numbers)), nbytes, server.dispose, number=first)
 
-    before = server.catalogue
-    made = Catalogue(
-        before.accounts.quotas, keeper_uid=before.accounts.keeper_uid, nobody=before.nobody,
-        claim_timeout=before.claim_timeout, name_of=before.name_of,
-    )  # fmt: skip
-    replayed.restore(made, token)
-    server.catalogue = server.service.catalogue = made
+    replayed.restore(server.catalogue, token)
     outcomes: dict[int, dict[int, int]] = {}
     for row in replayed.of(OutcomeRow)[-_OUTCOMES:]:
         outcomes.setdefault(row.session, {})[row.call] = row.version
@@ -495,7 +488,7 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> Optio
             continue
         connection = server.add(socket.socket(fileno=fd))
         connection.number = row.number
-        session = made.sessions.get(row.session)
+        session = server.catalogue.sessions.get(row.session)
         if session is not None:
             granted = {one.call: one for one in session.granted}
             connection.unsettled = Unsettled(outcomes.get(row.session, {}), granted)
