@@ -236,11 +236,11 @@ class Connection:
         self.closed = True
         self.server.loop.remove_reader(self.sock)
         self.server.loop.remove_writer(self.sock)
-        if not self.server.closing:
+        if self.server.paused:
+            self.sock.close()
+        else:
             hang_up_socket(self.sock)
             self.server.close_soon([self.sock.detach()])  # what is unread in it may be memory, and takes time to free
-        else:
-            self.sock.close()
         for _, held, _, _ in self.queue:
             if held is not None:
                 held.drop()

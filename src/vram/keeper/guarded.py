@@ -391,7 +391,7 @@ class Guard:
             self._rows.clear()
             if journal is not None:
                 journal.append(encode(rows))
-                if journal.nbytes > self.compact_at and self.server.is_serving:
+                if journal.nbytes > self.compact_at and self.server.loop is not None:
                     self.compact_at = sys.maxsize  # until it is done
                     self.server.loop.call_soon(self.compact)
 
@@ -430,7 +430,7 @@ class Guard:
         """Have descriptors held no longer, soon."""
         self.flush()  # first: no row is to name what is gone
         self.link.drop(*range(first, first + count))
-        if not self._telling and self.server.is_serving:
+        if not self._telling and self.server.loop is not None:
             self._telling = True
             self.server.loop.call_later(_TOLD_AFTER, self._tell)
 

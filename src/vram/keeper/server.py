@@ -98,8 +98,7 @@ class KeeperServer:
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.by_user = Counter[int]()  # connections
-        self.paused = False
-        self.closing = False
+        self.paused = False  # from when another keeper is handed everything, or all is closed: nobody is served
         self.options: list[str] = []  # of the command line, which hold after a restart, too
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
         # Called before a process restarts this keeper; raises if that is not to be.
@@ -182,11 +181,6 @@ class KeeperServer:
             self.guard.link.end()
         self.loop.stop()
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether the loop runs, or is about to."""
-        return self.loop is not None and not self.loop.is_closed()
-
     def is_own(self, uid: int) -> bool:
         """Whether this is the user who runs the keeper, whom the ceilings for each user do not bind."""
         return uid == self.catalogue.accounts.keeper_uid
@@ -198,7 +192,7 @@ class KeeperServer:
     def _shut_down(self) -> None:
         """Close every connection and all memory, and tell nobody, unless another keeper goes on with them."""
         if not self.is_followed:
-            self.paused = self.closing = True
+            self.paused = True
             for connection in [*self.pending, *self.connections.values()]:
                 connection.close()
             pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]

@@ -148,7 +148,7 @@ class Service:
             effect.token.drop()
             return
         connection = self.server.connections.get(effect.session.id)
-        if connection is None or self.server.closing:
+        if connection is None or self.server.paused:
             return
         if isinstance(effect, Notify):
             notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
