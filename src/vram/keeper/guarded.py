@@ -225,14 +225,12 @@ def _reap(pid: int) -> None:
 
 def _open_parent(pid: int) -> int:
     """Return a descriptor of the process that started this one, if that is `pid`; else -1: it is gone."""
-    try:
+    with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
-    except OSError:
-        return -1
-    if os.getppid() != pid:
+        if os.getppid() == pid:
+            return fd
         os.close(fd)
-        return -1
-    return fd
+    return -1
 
 
 class Guard:
