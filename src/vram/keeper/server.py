@@ -44,7 +44,7 @@ _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and restarts
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
 LEAST = 192  # descriptors without which a keeper is none
-_ACCEPT_AGAIN = 0.25  # seconds
+_TRY_AGAIN = 0.25  # seconds
 ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 _CLOSERS = 8  # threads that close: the last descriptor of memory frees it, a second for 8 GiB
 
@@ -172,7 +172,10 @@ class KeeperServer:
                 while signal.sigwait(numbers):
                     loop.call_soon_threadsafe(self.stop)
 
-        threading.Thread(target=hear, name="vram: signals", daemon=True).start()
+        try:
+            threading.Thread(target=hear, name="vram: signals", daemon=True).start()
+        except RuntimeError:  # there can be no thread now, and what is kept must not be lost for that
+            loop.call_later(_TRY_AGAIN, self._hear_signals)
 
     def stop(self) -> None:
         """Return from :meth:`serve`; nobody follows."""
@@ -273,7 +276,7 @@ class KeeperServer:
         """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
         if self._spare_fd < 0:  # the last refusal used it, and there was none to be had since
             self.loop.remove_reader(self.listener.sock)
-            self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
+            self.loop.call_later(_TRY_AGAIN, self._accepting)
             return
         os.close(self._spare_fd)
         self._spare_fd = -1
