@@ -111,7 +111,10 @@ class Service:
                 reply = self.handlers[type(request)](connection, session, request, fds)
             if reply is not None and (call or session is None):
                 connection.send(m.encode(reply))
-            self.carry_out(())
+            if self._due:
+                self.carry_out(())
+            else:
+                self.server.schedule()
         except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
             failed: Exception = error
             if isinstance(error, m.MistakenRequestError):
