@@ -35,6 +35,7 @@ USES = {
     "explain": "assert_type(vram.explain(array), vram.typing.ShareRoute)",
     "publish": "assert_type(vram.publish('name', {'a': array}, meta={'k': 'v'}).version, int)",
     "publish_file": "assert_type(vram.publish_file('name', 'model.safetensors', device='host'), vram.typing.Published)",
+    "save": "files: tuple[str, ...] = vram.save('name', '/models/name', shard='2GiB')",
     "attach": "with vram.attach('name', timeout=1.0) as lease:\n    assert_type(lease['a'], vram.Array)",
     "attach_or_publish": "with vram.attach_or_publish('name', lambda: {'a': array}) as a:\n    names = sorted(a)",
     "Lease": "def views(lease: vram.Lease) -> int:\n    return lease.sleep(release=True) + lease.wake(timeout=5.0)",

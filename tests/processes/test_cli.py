@@ -72,6 +72,10 @@ def test_publish_file_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
         assert (entry["name"], entry["version"], entry["readers"], entry["nbytes"]) == ("mini/lm", 2, 1, 2 << 20)
         assert json.loads(run("ls", "max", "--json")) == []
 
+        saved = file.with_name("out")
+        assert run("save", "mini/lm", saved) == f"{saved}/model.safetensors\n"
+        assert json.loads(run("save", "mini/lm", saved, "--shard", "40", "--json"))[-1].endswith("index.json")
+
         shown = run("show", "mini/lm")
         assert "current" in shown
         assert str(os.getpid()) in shown

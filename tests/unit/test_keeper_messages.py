@@ -22,6 +22,7 @@ MESSAGES = [
     m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, 1000, "wake"),
     m.More(8, 9, 253),
     m.Release(9, [1, 2]),
+    m.Sleep(8, 9, False),
     m.Cancel(0, 7),
     m.State(11, 1),
     m.Watch(12, "a", 1),

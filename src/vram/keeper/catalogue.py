@@ -16,7 +16,7 @@ The states of a version
 
 * A reader sees all of a version or none: it exists from ``commit`` on.
 * The current version can be leased by name; a superseded one only by its number, and only while somebody still holds
-  it; a withdrawn one only by a session that holds it, as for a lease that wakes.
+  it; a withdrawn one only by a session whose lease on it sleeps, which wakes by another.
 * A withdrawn version may be revoked later: its readers are asked to let go, once. Nothing takes it from them.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
 * The current version counts against its owner; an older version counts against each user that leases it. A user over
@@ -530,7 +530,7 @@ class Catalogue:
         version = self._current(name)
         if wants and (version is None or version.number != wants):
             version = self.names.find(name, wants)
-            if version is None or (version.withdrawn and not version.is_held_by(session)):
+            if version is None or (version.withdrawn and not version.is_to_wake(session)):
                 if wants <= self.names.last(name):
                     raise self._gone(name, wants)
                 return waiter

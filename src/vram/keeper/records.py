@@ -109,9 +109,9 @@ class Version:
         """The metadata that its publisher gave."""
         return _unpack(self.notes)
 
-    def is_held_by(self, session: Session) -> bool:
-        """Whether a session has a lease on it."""
-        return any(lease.session is session for lease in self.leases.values())
+    def is_to_wake(self, session: Session) -> bool:
+        """Whether a session has a lease on it that sleeps."""
+        return any(lease.session is session and lease.asleep for lease in self.leases.values())
 
     def settle(self, body: bytes) -> None:
         """Keep the encoded entry that readers get, which has the memory of its own size (:func:`exact`); the notes are
