@@ -108,7 +108,6 @@ class Connection:
     retry: float = _RETRY
     writing: bool = False
     closed: bool = False
-    number: int = 0  # under which a guardian has the socket
     unsettled: Unsettled | None = None  # of one that was a client of the keeper before
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ from .bind import Listener, set_permissions
 from .connection import Connection, Held, Unsettled
 from .journal import Journal
 from .records import Evicted, Notify, Session
-from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, changes, encode, everything, gone
+from .rows import OptionsRow, OutcomeRow, Replayed, Row, changes, encode, everything
 from .rules import GUARDIAN
 from .server import ENDING, KeeperServer
 
@@ -318,13 +318,11 @@ class Guard:
         server.service.generation = generation = 0 if self.journal is None else self.journal.generation
         for orphan in [one for one in catalogue.sessions.values() if one.id not in server.connections]:
             server.service.leave(orphan)  # its connection was gone already
-        for connection in [*server.pending, *server.connections.values()]:
+        for connection in list(server.connections.values()):
             session = connection.session
-            if connection.closed:
+            if connection.closed or session is None:
                 continue
-            if session is None:  # its greeting may be lost: it connects again
-                connection.close()
-            elif session.evicted is not None:
+            if session.evicted is not None:
                 server.service.carry_out([Evicted(session, *session.evicted)])
             else:
                 connection.send(m.encode(m.Recovered(0, generation, server.pid)))
@@ -358,11 +356,8 @@ class Guard:
     def _begin_journal(self, generation: int) -> None:
         """Write all that the server has into a new journal."""
         with uncollected():
-            server, peers = self.server, [*self.server.pending, *self.server.connections.values()]
-            rows: list[Row] = [self._options()]
-            rows += [PeerRow(one.number, 0 if one.session is None else one.session.id) for one in peers]
-            rows += everything(server.catalogue, self._number)
-            rows += [row for one in peers for row in _outcomes(one)]
+            rows: list[Row] = [self._options(), *everything(self.server.catalogue, self._number)]
+            rows += [row for connection in self.server.connections.values() for row in _outcomes(connection)]
             records = [encode(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
             self.journal = Journal.new(generation, sum(map(len, records)))
             for record in records:
@@ -406,23 +401,13 @@ class Guard:
                 before.close()
 
     # -- what changes besides the catalogue ---------------------------------------------------------------------------
-    def add(self, connection: Connection) -> None:
-        """Have the socket of a connection held."""
-        connection.number = self.link.keep([connection.sock.fileno()])
-        self._rows.append(PeerRow(connection.number))
-
     def welcome(self, connection: Connection, session: Session) -> None:
-        """Note which session a connection has."""
-        self._rows.append(PeerRow(connection.number, session.id))
+        """Have the socket of a session held; one without a greeting is not, since its client connects again."""
+        session.peer = self.link.keep([connection.sock.fileno()])
 
     def did(self, session: Session, call: int, version: int = 0) -> None:
         """Note the outcome of a call that is not to be done twice."""
         self._rows.append(OutcomeRow(session.id, call, version))
-
-    def gone(self, connection: Connection) -> None:
-        """Have the socket of a connection that was closed held no longer."""
-        self._rows.append(gone(PeerRow, connection.number))
-        self.forget(connection.number, 1)
 
     def forget(self, first: int, count: int) -> None:
         """Have descriptors held no longer, soon."""
@@ -480,16 +465,11 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> Optio
     outcomes: dict[int, dict[int, int]] = {}
     for row in replayed.of(OutcomeRow)[-_OUTCOMES:]:
         outcomes.setdefault(row.session, {})[row.call] = row.version
-    for row in replayed.of(PeerRow):
-        fd = kept.pop(row.number, None)
-        if fd is None:
-            continue
-        connection = server.add(socket.socket(fileno=fd))
-        connection.number = row.number
-        session = server.catalogue.sessions.get(row.session)
-        if session is not None:
+    for session in server.catalogue.sessions.values():
+        if session.peer in kept:
+            connection = server.add(socket.socket(fileno=kept.pop(session.peer)))
             granted = {one.call: one for one in session.granted}
-            connection.unsettled = Unsettled(outcomes.get(row.session, {}), granted)
+            connection.unsettled = Unsettled(outcomes.get(session.id, {}), granted)
             server.introduce(connection, session)
     server.lost_rows = journal.bad + replayed.bad
     server.listener = Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent)

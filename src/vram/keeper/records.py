@@ -53,6 +53,7 @@ class Session:
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
     evicted: tuple[str, int] | None = None  # name and version of a lease that was ended by force: it is to hear that
     user: str | None = None  # the name of its user, once it was asked for; empty if there is none
+    peer: int = 0  # under which a guardian has the socket
 
     @property
     def granted(self) -> Iterator[Lease | Claim]:

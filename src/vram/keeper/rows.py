@@ -29,15 +29,8 @@ class OptionsRow(Struct, array_like=True, tag=0):
     options: list[str] = []
 
 
-class PeerRow(Struct, array_like=True, tag=1):
-    """A connection, by the number of its socket; `session` is 0 before its greeting."""
-
-    number: int
-    session: int = 0
-
-
 class SessionRow(Struct, array_like=True, tag=2):
-    """A session."""
+    """A session, and the number of the socket of its connection."""
 
     id: int
     uid: int
@@ -46,6 +39,7 @@ class SessionRow(Struct, array_like=True, tag=2):
     host: str = ""
     user: str | None = None
     evicted: tuple[str, int] | None = None
+    peer: int = 0
 
 
 class VersionRow(Struct, array_like=True, tag=3):
@@ -138,7 +132,7 @@ class Gone(Struct, array_like=True, tag=11):
 
 
 Row = (
-    OptionsRow | PeerRow | SessionRow | VersionRow | StateRow | LeaseRow | WatchRow | Claim | Waiter | NameRow
+    OptionsRow | SessionRow | VersionRow | StateRow | LeaseRow | WatchRow | Claim | Waiter | NameRow
     | OutcomeRow | Gone
 )  # fmt: skip
 
@@ -148,7 +142,7 @@ _all = msgspec.msgpack.Decoder(list[Row]).decode
 _row = msgspec.msgpack.Decoder(Row).decode
 _KEYS: dict[type, Callable[[Any], Key]] = {
     OptionsRow: lambda _: 0,
-    PeerRow: attrgetter("number"), Waiter: attrgetter("order"), NameRow: attrgetter("name"),
+    Waiter: attrgetter("order"), NameRow: attrgetter("name"),
     WatchRow: attrgetter("session", "version"), OutcomeRow: attrgetter("session", "call"),
     **dict.fromkeys([SessionRow, VersionRow, StateRow, LeaseRow, Claim], attrgetter("id")),
 }  # fmt: skip

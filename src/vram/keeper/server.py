@@ -258,8 +258,6 @@ class KeeperServer:
             self._refuse(sock, refusal)
             return
         connection = self.add(sock)
-        if self.guard is not None:
-            self.guard.add(connection)
         connection.owes()
         connection.resume()
 
@@ -337,8 +335,8 @@ class KeeperServer:
             self.connections.pop(connection.session.id, None)
             event_log.say("vram.client.disconnected", logging.DEBUG, connection)
             self.service.leave(connection.session)
-        if self.guard is not None and not self.paused:
-            self.guard.gone(connection)
+            if self.guard is not None and not self.paused:
+                self.guard.forget(connection.session.peer, 1)
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
