@@ -7,9 +7,7 @@ import contextlib
 import errno
 import os
 import select
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +22,6 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
@@ -104,12 +101,11 @@ def fill(one: KeeperClient) -> None:
 def test_what_finds_no_room_is_not_kept_as_said() -> None:
     """The next keeper would hear it once for each try, and what was said before would be forgotten for it."""
     with connected() as (one, _):
-        one._repeats = rpc_connection.Repeats()
         fill(one)
         for lease in range(1, 200):
             one.release_later(lease)
-        assert list(one._repeats.said) == []
-        assert list(one._given_back) == list(range(1, 200))
+        assert list(one._said) == []
+        assert list(one._unsaid) == [m.Release(0, [lease]) for lease in range(1, 200)]
 
 
 WITHOUT: dict[str, Callable[[int], m.Reply]] = {
@@ -145,50 +141,6 @@ def test_descriptors_with_what_makes_no_sense_end_the_connection() -> None:
         thread.join(SOON)
         assert isinstance(came[0], ProtocolError), came
         assert not one.is_usable
-
-
-# -- what it does not read --------------------------------------------------------------------------------------------
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for longer than its deadline waits for ever."""
-    monkeypatch.setattr(rpc_connection, "REQUEST", 1e6)
-    monkeypatch.setattr(rpc_connection, "CANCEL", 1e6)
-
-
-class Interrupt(Exception):
-    """What the signal handler raises."""
-
-
-@contextlib.contextmanager
-def interrupted() -> Iterator[Callable[[], None]]:
-    """Have a signal raise in the main thread; yields what sends it."""
-
-    def handle(*_: object) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-@contextlib.contextmanager
-def ended_at_the_latest(one: KeeperClient) -> Iterator[list[bool]]:
-    """End a connection that is waited for too long; says whether that was so."""
-    late: list[bool] = []
-
-    def end() -> None:
-        late.append(True)
-        one.close()
-
-    timer = threading.Timer(AT_ONCE, end)
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
-        timer.join(SOON)
 
 
 # -- answers that come late --------------------------------------------------------------------------------------------
@@ -243,7 +195,7 @@ def test_news_that_come_before_the_reply_to_their_watch_are_told() -> None:
 def test_a_watch_that_was_not_accepted_is_sent_again_by_its_call_alone() -> None:
     """The keeper that follows would refuse a second one, over quota, as nobody's call: that ends a connection."""
     with leased() as (one, other):
-        one._repeats = rpc_connection.Repeats()
+        one.lends = ""  # a keeper, after which another one may go on
         thread, signals = later(lambda: one.signal(1))
         call = other.hear().call
         other.say(m.Recovered(0, 1, 1))

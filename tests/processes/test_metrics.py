@@ -110,9 +110,8 @@ def test_devices_that_no_memory_is_on_are_not_counted(kept: vram.Keeper) -> None
     try:
         with KeeperClient.connect(kept.path) as client:
             devices = [f"{number:064}" for number in range(63)]
-            call = next(client._numbers)
-            request = m.Publish(call, "w", [m.SegmentRow(2 << 20, 1, 63)], [*devices, "host"], b"m", False, True, {})
-            client._expect(m.Published, client._ask(request, call, [fd]))
+            rows = [m.SegmentRow(2 << 20, 1, 63)]
+            client._request(m.Published, m.Publish, "w", rows, [*devices, "host"], b"m", False, True, {}, fds=[fd])
     finally:
         os.close(fd)
     (row,) = measured(kept).devices

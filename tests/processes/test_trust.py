@@ -205,7 +205,7 @@ def test_nobody_else_ends_leases_by_force_not_even_the_owner(place: str) -> None
                 assert f"only uid 0, who runs the keeper at {place}, may end leases by force, not uid {uid}" in said
             # and if the client does not look:
             with of(OTHER, place) as owner, pytest.raises(AccessDeniedError, match="only uid 0, who runs this keeper"):
-                owner._expect(m.Done, owner._ask(m.Remove(7, "n", 0, True, True), 7))
+                owner._request(m.Done, m.Remove, "n", 0, True, True)
             assert (reader.ask("stale"), reader.ask("revoked")) == (False, False)
 
 

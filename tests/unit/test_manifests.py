@@ -8,6 +8,7 @@ import pytest
 
 from vram.entries import manifests
 from vram.errors import ProtocolError
+from vram.keeper import messages as m
 from vram.keeper.attachment import Attachment, Segment
 from vram.keeper.client import KeeperClient
 from vram.sharing.channel import Channel
@@ -27,7 +28,7 @@ GRANULE = 2 << 20
 def client() -> Iterator[KeeperClient]:
     one, other = Channel.pair()
     with one, other:
-        yield KeeperClient(one, "/nowhere", "", 0)
+        yield KeeperClient(one, "/nowhere", "", m.Welcome(0))
 
 
 def leased(number: int, data: bytes) -> Attachment:

@@ -67,7 +67,7 @@ def _decoded(data: bytes | bytearray, nbytes: int, count: int, strange: bool = F
 def is_strange(client: KeeperClient, attachment: Attachment) -> bool:
     """Whether what a lease is on was published, or is lent, by another user than this one and root."""
     # A keeper has asked the kernel who it was; a lender says so of itself.
-    owner = client.server_uid() if client.lends else attachment.owner
+    owner = client.server().uid if client.lends else attachment.owner
     return owner not in (0, os.geteuid())
 
 

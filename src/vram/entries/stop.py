@@ -33,7 +33,7 @@ class Stopped:
 def _check_user(process: int, pid: int, asking: KeeperClient) -> None:
     """Raise unless a process is of the user who listened at the path.
     If the listener has ended, its pid may belong to a process that another server, which answers now, chose."""
-    user, found = asking.server_uid(), -1
+    user, found = asking.server().uid, -1
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as file:
         found = next((int(line.split()[2]) for line in file if line.startswith(b"Uid:")), -1)
     end = select.poll()
@@ -56,7 +56,7 @@ def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.Path
     with KeeperClient.connect(None if keeper is None else os.fspath(keeper), label=own_label()) as asking:
         if asking.lends:
             raise UsageError(f"{asking.path} is the socket of a program that lends, not of a keeper: end that program")
-        pid = asking.process()
+        pid = asking.server().pid
         if not pid:
             raise UnsupportedError(
                 "ending a keeper", "one whose process is to be seen from here", "one of another PID namespace",

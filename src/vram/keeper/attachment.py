@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import ProtocolError
 from ..spec import HandleKind
 from . import messages as m
 
@@ -46,35 +45,3 @@ class PublishClaim:
     id: int
     name: str
     seconds: float | None = None
-
-
-def check_total(reply: m.Attached) -> None:
-    """Raise :class:`ProtocolError` unless as many descriptors are to come as the entry has."""
-    total = len(reply.entry.segments) + reply.entry.manifest_fd
-    if reply.total != total:
-        raise ProtocolError(f"a lease is said to come with {reply.total} descriptors for {total}")
-
-
-def attachment(reply: m.Attached, fds: list[int]) -> Attachment:
-    """Read a lease; raises :class:`ProtocolError` unless its descriptors are as many as it says."""
-    entry = reply.entry
-    total, devices = len(entry.segments) + entry.manifest_fd, entry.devices
-    if len(fds) != total:
-        raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
-    for segment in entry.segments:
-        if segment.device >= len(devices):
-            raise ProtocolError(f"a lease came with memory on device {segment.device} of {len(devices)}")
-    return Attachment(
-        lease_id=reply.lease,
-        name=entry.name,
-        version=entry.version,
-        owner=entry.owner,
-        segments=entry.segments,
-        fds=fds,
-        manifest=entry.manifest,
-        manifest_fd=fds[0] if entry.manifest_fd else None,
-        meta=entry.meta,
-        writable=entry.writable,
-        moves=reply.moves,
-        has_publisher=reply.has_publisher,
-    )

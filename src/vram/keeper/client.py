@@ -21,6 +21,7 @@ from ..errors import (
     NotFoundError,
     ProtocolError,
     UsageError,
+    VramError,
     WaitTimeoutError,
 )
 from ..lifetime import shielded, stuck, take, waiting
@@ -30,10 +31,10 @@ from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
 from ..spec import check_timeout
 from . import messages as m
-from .attachment import Attachment, PublishClaim, Segment, attachment, check_total
+from .attachment import Attachment, PublishClaim, Segment
 from .failures import no_keeper
 from .paths import find_path
-from .rpc_connection import Answer, Call, RpcConnection
+from .rpc_connection import Call, RpcConnection
 from .rules import (
     HANDSHAKE,
     MAX_MANIFEST,
@@ -100,39 +101,38 @@ class KeeperClient(RpcConnection):
         devices = list(dict.fromkeys([segment.device for segment in segments]))
         rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
-        request = m.Publish(
-            next(self._numbers), name, rows, devices, manifest, manifest_fd is not None, writable,
-            check_meta(meta) if meta else {}, None if ttl is None else check_ttl(ttl),
-            0 if claim is None else _number(claim), updatable, lease,
+        fields = (
+            name, rows, devices, manifest, manifest_fd is not None, writable, check_meta(meta) if meta else {},
+            None if ttl is None else check_ttl(ttl), 0 if claim is None else _number(claim), updatable, lease,
         )  # fmt: skip
         while True:
-            keeper = self._repeats.keeper if self._repeats is not None else 0
+            generation = self._generation
             try:
-                reply = self._ask_in_parts(request, everything)
+                version = self._publish_in_parts(fields, everything)
                 break
             except NotFoundError:  # of the parts that a keeper had got, the one that follows it has none
-                if self._repeats is None or keeper == self._repeats.keeper:
+                if generation == self._generation:
                     raise
-                request = replace(request, call=next(self._numbers))
-        if type(reply) is not m.Published:
-            raise self._protocol_error(reply)
         if self.writers:
             self.writers.pop(name, None)  # what was replaced is updated no more
-        return reply.version
+        return version
 
-    def _ask_in_parts(self, request: m.Publish, fds: Sequence[int]) -> m.Reply | None:
-        """Send a publication with its descriptors, and return the last answer."""
-        reply: m.Reply | None = None
+    def _publish_in_parts(self, fields: tuple[Any, ...], fds: Sequence[int]) -> int:
+        """Send a publication with its descriptors, and return the number of the version."""
+        request = m.Publish(next(self._numbers), *fields)
         parcels = Sender(len(fds), _PART)
         for part in parcels:
             said = m.Part(next(self._numbers), request.call, part.start) if part.start else request
-            reply = self._ask(said, said.call, fds[part])
-            if parcels.sent < parcels.total:
-                try:
-                    parcels.acknowledge(self._expect(m.NextPart, reply).received)
-                except ProtocolError as error:
-                    raise self._fail(error) from None
-        return reply
+            reply, _ = self._converse(said, fds[part], self.grace)
+            if parcels.sent == parcels.total and type(reply) is m.Published:
+                return reply.version
+            if type(reply) is not m.NextPart:
+                break
+            try:
+                parcels.acknowledge(reply.received)
+            except ProtocolError as error:
+                raise self._fail(error) from None
+        raise self._protocol_error(reply)
 
     def offer(
         self,
@@ -157,10 +157,9 @@ class KeeperClient(RpcConnection):
 
     def take_over(self, fd: int) -> None:
         """Have the keeper end, and a guardian at the other end of `fd` get everything."""
-        if self.server_uid() != os.geteuid():
-            raise AccessDeniedError(
-                f"the keeper at {self.path} is of uid {self.server_uid()}, not of uid {os.geteuid()}"
-            )
+        owner = self.server().uid
+        if owner != os.geteuid():
+            raise AccessDeniedError(f"the keeper at {self.path} is of uid {owner}, not of uid {os.geteuid()}")
         self._request(m.Done, m.Takeover, fds=[fd])
 
     # -- attaching ------------------------------------------------------------------------------------------------
@@ -169,8 +168,8 @@ class KeeperClient(RpcConnection):
         began = time.monotonic()
         request = self.attach_request(name, **asked)
         left = None if request.wait is None else request.wait + self.grace
-        answer = self._converse(request, request.call, (), left)
-        return self._leased_by(answer, None if left is None else began + left)
+        reply, fds = self._converse(request, (), left)
+        return self._leased_by(reply, fds, None if left is None else began + left)
 
     def attach_or_claim(self, name: str, *, timeout: float | None = None, **asked: Any) -> Attachment | PublishClaim:
         """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
@@ -178,10 +177,10 @@ class KeeperClient(RpcConnection):
         began = time.monotonic()
         request = self.attach_request(name, timeout=timeout, claim=True, **asked)
         left = None if request.wait is None else request.wait + self.grace
-        answer = self._converse(request, request.call, (), left)
-        if isinstance(answer.reply, m.Claimed):
-            return PublishClaim(answer.reply.claim, name, answer.reply.seconds)
-        return self._leased_by(answer, None if left is None else began + left)
+        reply, fds = self._converse(request, (), left)
+        if isinstance(reply, m.Claimed):
+            return PublishClaim(reply.claim, name, reply.seconds)
+        return self._leased_by(reply, fds, None if left is None else began + left)
 
     def attach_request(
         self,
@@ -305,10 +304,10 @@ class KeeperClient(RpcConnection):
         `force`, for the keeper's own user, ends the leases that are left and their connections. Mappings stay."""
         from .reports import RevokeInfo  # loaded here: processes that only attach need none of it
 
-        if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
+        if force and (owner := self.server().uid) != os.geteuid():  # before anything is done; the keeper looks again
             raise AccessDeniedError(
-                f"only uid {self._channel.peer().uid}, who runs the keeper at {self.path}, may end leases by force, "
-                f"not uid {os.geteuid()}; without force its readers are asked to let go"
+                f"only uid {owner}, who runs the keeper at {self.path}, may end leases by force, not uid "
+                f"{os.geteuid()}; without force its readers are asked to let go"
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
@@ -347,38 +346,55 @@ class KeeperClient(RpcConnection):
         except NotFoundError:
             return []
 
-    def _leased_by(self, answer: Answer, deadline: float | None = None) -> Attachment:
-        """Return the lease that a reply grants, once all of its descriptors have come."""
-        reply, fds = answer.reply, answer.fds
+    def _leased_by(self, reply: m.Reply | VramError, first: list[int], deadline: float | None = None) -> Attachment:
+        """Return the lease that a reply grants, once all of its descriptors have come. Raises an error that it is."""
         if not isinstance(reply, m.Attached):
-            self._drop(answer)
-            raise self._protocol_error(reply)
+            raise reply if isinstance(reply, VramError) else self._protocol_error(reply)
+        entry, fds = reply.entry, first
+        total = len(entry.segments) + entry.manifest_fd
         try:
-            if len(fds) < reply.total:
-                fds = Collector(reply.total, is_armed=False)
-                self._collect(fds, reply, answer.fds, deadline)
-            leased = attachment(reply, fds)
+            if len(first) != total or total != reply.total:
+                fds = Collector(total, is_armed=False)
+                self._collect(fds, reply, first, deadline)
+            for segment in entry.segments:
+                if segment.device >= len(entry.devices):
+                    raise ProtocolError(f"a lease came with memory on device {segment.device} of {len(entry.devices)}")
         except BaseException:
             close_fds(fds)
-            self._drop(answer)
+            self._drop(reply, first)
             raise
         if isinstance(fds, OwnedFds):
             fds.is_armed = False  # the caller closes them
-        self._leases[reply.lease] = (leased.name, leased.version)
-        return leased
+        self._leases[reply.lease] = (entry.name, entry.version)
+        return Attachment(
+            lease_id=reply.lease,
+            name=entry.name,
+            version=entry.version,
+            owner=entry.owner,
+            segments=entry.segments,
+            fds=fds,
+            manifest=entry.manifest,
+            manifest_fd=fds[0] if entry.manifest_fd else None,
+            meta=entry.meta,
+            writable=entry.writable,
+            moves=reply.moves,
+            has_publisher=reply.has_publisher,
+        )
 
     def _collect(self, fds: Collector, reply: m.Attached, first: list[int], deadline: float | None) -> None:
         """Collect the first descriptors of a lease, and ask for the others, all of them before a deadline."""
         left = self.grace
         try:
-            check_total(reply)
+            if reply.total != fds.total:
+                raise ProtocolError(f"a lease is said to come with {reply.total} descriptors for {fds.total}")
             fds.take(0, first)
             while not fds.is_complete:
-                part = next(self._numbers)
                 if deadline is not None:
                     left = max(0.0, min(self.grace, deadline - time.monotonic()))
-                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), left)
-                fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
+                more, came = self._converse(m.More(next(self._numbers), reply.lease, len(fds)), (), left)
+                if type(more) is not m.Descriptors:
+                    raise self._protocol_error(more)
+                fds.take(more.offset, came)
         except ProtocolError as error:
             raise self._fail(error) from None
 
@@ -491,39 +507,32 @@ class KeeperClient(RpcConnection):
 
 class PendingLease:
     """A lease that was asked for, for as long as it takes; its caller does not wait. `ring` is called in any thread
-    when :meth:`take` has something to say; :meth:`cancel`, in any thread, gives back what comes. The other arguments
-    are those of :meth:`KeeperClient.attach_request`."""
+    when :meth:`take` has something to say; :meth:`cancel` gives back what comes. The other arguments are those of
+    :meth:`KeeperClient.attach_request`."""
 
     def __init__(self, client: KeeperClient, name: str, ring: Callable[[], object], **asked: Any) -> None:
         self.client = client
-        request = client.attach_request(name, **{"timeout": None, **asked})
-        call = Call(request.call, ring)
-        client.begin(call, request)
-        self._call = [call]  # the thread that takes it out decides what becomes of it
+        self._call = Call(client, client.attach_request(name, **{"timeout": None, **asked}), ring)
+        try:
+            client._send(self._call)
+        except BaseException:
+            self.cancel()
+            raise
 
     def take(self) -> Attachment | None:
         """Return the lease if it has come, else None. Raises what the keeper says instead."""
-        for call in self._call[:]:
-            if not call.answers:
-                self.client.look(call)
-            elif self._taken():
-                return self.client._leased_by(self.client.received(call.answers.pop()))
-        return None
+        if not self._call.answers:
+            self.client.look(self._call)
+            return None
+        return self.client._leased_by(*self._call.answers.pop())
 
     def cancel(self) -> None:
         """Wait no more. Idempotent."""
-        for call in self._taken():
-            self.client.give_up(call)
+        self.client.give_up(self._call)
 
     def __del__(self) -> None:
-        if getattr(self, "_call", None):  # its event loop was closed, perhaps
+        if hasattr(self, "_call"):  # its event loop was closed, perhaps
             self.cancel()
-
-    def _taken(self) -> list[Call]:
-        try:
-            return [self._call.pop()]
-        except IndexError:
-            return []
 
 
 _clients: dict[str, KeeperClient] = {}  # changed in single steps, without a lock

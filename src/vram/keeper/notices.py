@@ -6,7 +6,6 @@ The thread that reads a connection finds the subscriptions that a notice is for;
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +20,13 @@ class Subscription:
     """One callback that waits for news of one version, made by :meth:`KeeperClient.watch`.
     `of_all` means any news, and the end of the keeper; otherwise only a revocation counts. `owner` is held weakly."""
 
-    __slots__ = ("__weakref__", "_owner", "_tell", "_there", "is_accepted", "key", "number", "of_all")
-
-    _numbers = itertools.count(1)
+    __slots__ = ("__weakref__", "_owner", "_tell", "_there", "is_accepted", "key", "of_all")
 
     def __init__(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> None:
         self.key = key
         self.of_all = of_all
-        self.number = next(self._numbers)
         self._tell: list[Callable[[Any], object]] = [tell]  # the thread that takes it out may call it, once
-        self._there: dict[int, Subscription] = {}
+        self._there: dict[Subscription, None] = {}
         self.is_accepted = False  # by the keeper
         me = weakref.ref(self)
 
@@ -46,16 +42,16 @@ class Subscription:
         """Whether it was called back, or stopped."""
         return not self._tell
 
-    def enter(self, there: dict[int, Subscription]) -> None:
+    def enter(self, there: dict[Subscription, None]) -> None:
         """Wait among the subscriptions of a connection. Raises RuntimeError if no thread can be started."""
         news.add(self)
         self._there = there
-        there[self.number] = self
+        there[self] = None
 
     def stop(self) -> None:
         """Not to be called back any more; a callback that has begun goes on. Idempotent, takes no lock."""
         self._tell.clear()
-        self._there.pop(self.number, None)
+        self._there.pop(self, None)
         news.discard(self)
 
     def post(self) -> None:

@@ -1,7 +1,7 @@
 """One connection to a keeper, shared by all threads of a process: requests, replies and notices.
 
 A caller that waits for its reply reads what comes, for all others too; while no caller does, a thread reads
-(:func:`_read`). The reader puts a reply into its :class:`Call` and calls its `ring`, which wakes the thread or event
+(:func:`_read`). The reader puts an answer into its :class:`Call` and calls its `ring`, which wakes the thread or event
 loop that asked. Notices go to the subscriptions (:mod:`.notices`), which make their calls in a thread of their own: the
 reader runs no code of users.
 
@@ -22,7 +22,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -48,6 +49,7 @@ from .rules import CANCEL, GOODBYE, HANDSHAKE, LENDER_REQUEST, REQUEST, clip_hos
 if TYPE_CHECKING:
     from typing import Self
 
+    from ..sharing.channel import Credentials
     from .notices import Subscription
 
 _LENDER_GONE = (
@@ -57,76 +59,26 @@ _LENDER_GONE = (
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
-_MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
-_GIVEN_UP = 1024  # calls that were given up, and are remembered
 _R = TypeVar("_R", bound=msgspec.Struct)
-
-
-class Answer(NamedTuple):
-    """The reply to a call: its holder uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
-    `lost`: there was no room for all of its descriptors."""
-
-    reply: m.Reply
-    fds: list[int]
-    lost: bool = False
+Answer = tuple["m.Reply | VramError", list[int]]  # what it grants is used by its holder, or given back
 
 
 class Call:
-    """A request that was sent, and its reply once the thread that reads has put it there: the thread that takes it out
-    has it. `ring` is called in any thread when there is something to see: the reply, a failure, or another keeper."""
+    """A request, and the answer once the thread that reads has put it there: the thread that takes it out has it.
+    `ring` is called in any thread when there is something to see: the answer, a failure, or another keeper."""
 
-    __slots__ = ("answers", "is_given_up", "number", "ring")
+    __slots__ = ("answers", "fds", "generation", "number", "payload", "ring")
 
-    def __init__(self, number: int, ring: Callable[[], object]) -> None:
-        self.number = number
+    def __init__(
+        self, connection: RpcConnection, request: m.Request, ring: Callable[[], object], fds: Sequence[int] = ()
+    ) -> None:
+        self.number = request.call
+        self.payload = m.encode(request)
+        self.fds = fds  # lent until the call is over
         self.ring = ring
+        self.generation = -1  # of the keeper that it was sent to last
         self.answers: list[Answer] = []
-        self.is_given_up = False
-
-
-class Repeats:
-    """The requests of one connection that are not known to be done, for a keeper that goes on for another one. Calls in
-    `due` are sent again by their callers, which have their descriptors. `keeper` is the number of the keeper that was
-    told so last (0: none)."""
-
-    def __init__(self) -> None:
-        self.due: set[int] = set()
-        self.keeper = 0
-        self._given_up: deque[int] = deque(maxlen=_GIVEN_UP)
-        # The message of each unanswered call, and `last` at that time. Needs the lock for sending, except in
-        # :meth:`over`.
-        self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
-        self.said: deque[tuple[int, bytes]] = deque(maxlen=_MOST_SAID)
-        self.last = self.heard = 0  # numbers of what was said: the last, and the last that an answer came behind
-
-    def over(self, call: int, *, is_answered: bool) -> None:
-        """Forget a call; one that was answered shows that what was said before was heard."""
-        sent = self.sent.pop(call, None)
-        self.due.discard(call)
-        if sent is None:
-            return
-        if not is_answered:
-            self._given_up.append(call)
-        else:  # without the lock: what takes a number back to an earlier one costs that something is said twice
-            self.heard = max(self.heard, sent[2])
-
-    def begin(self, keeper: int, last: int) -> list[bytes]:
-        """Return what is to be said at once to that keeper, before :meth:`begun`; `last` is the last call so far."""
-        self.keeper = 0
-        while self.said and self.said[0][0] <= self.heard:
-            self.said.popleft()
-        self.due = set(self.sent)
-        given_up = [m.encode(m.Cancel(0, call)) for call in list(self._given_up)]
-        repeating = m.encode(m.Repeating(0, keeper, min(self.due, default=last), last))
-        return [*(payload for _, payload in list(self.said)), *given_up, repeating]
-
-    def take(self, call: int) -> tuple[bytes, Sequence[int]] | None:
-        """Return what a call is to be sent as once more, if it is."""
-        if call not in self.due or not self.keeper:
-            return None
-        self.due.discard(call)
-        sent = self.sent.get(call)
-        return None if sent is None else sent[:2]
+        connection._calls[self.number] = self
 
 
 class RpcConnection:
@@ -141,10 +93,12 @@ class RpcConnection:
         "published again; {advice}"
     )
 
-    def __init__(self, channel: Channel, path: str, label: str, server_pid: int) -> None:
+    def __init__(self, channel: Channel, path: str, label: str, welcome: m.Welcome) -> None:
         self.path = path
         self.label = label
-        self.server_pid = server_pid
+        self.server_pid = welcome.pid
+        if welcome.lends:
+            self.lends, self.grace, self.lost_message = welcome.lends, LENDER_REQUEST, _LENDER_GONE
         channel.only_memory = True
         self._channel = channel
         self._pid = os.getpid()
@@ -152,14 +106,30 @@ class RpcConnection:
         self._sending = threading.RLock()  # reentrant only to be asked whether the thread itself has it
         # To read. Reentrant: a signal handler, or a finalizer, may make a call where its own thread reads.
         self._turn = threading.RLock()
-        self._calls: dict[int, Call] = {}  # without a reply; the thread that takes one out decides its end
+        self._calls: dict[int, Call] = {}  # without an answer; the thread that takes one out decides its end
         self._failure: VramError | None = None
-        self._given_back: deque[int] = deque()  # leases and claims
-        self._cancelled: deque[int] = deque()  # calls without a caller, of which the keeper is yet to be told
         self._leases: dict[int, tuple[str, int]] = {}
-        self._repeats: Repeats | None = None  # of a keeper, after which another one may go on; not of a lender
-        self.subscriptions: dict[int, Subscription] = {}
+        self.subscriptions: dict[Subscription, None] = {}  # in the order in which they hear
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
+        # Another keeper may go on for this one. Each call that waits is sent to it again, and what was said without a
+        # number is said again: behind which call that was, until a call with a higher number is answered.
+        self._generation = 0  # how many keepers went on for another
+        self._unsaid: deque[m.Release | m.Cancel] = deque()
+        self._said: deque[tuple[int, bytes]] = deque()
+        self._sent = self._heard = 0  # the highest numbers of calls that were sent, and that were answered
+        # The thread that reads while no caller does. It has the connection only while there is a message.
+        self._watch = select.epoll(1)  # of that thread, which a caller that reads asks to look away
+        self._fd = channel.fileno()  # open until the reading thread has the turn after a failure
+        self._watch.register(self._fd, select.EPOLLIN)
+        self._reading = threading.Thread(
+            target=_read, args=(weakref.ref(self), channel, self._watch, self._turn), name=READING, daemon=True
+        )
+        try:
+            self._reading.start()
+        except RuntimeError as error:
+            self._watch.close()
+            channel.close()
+            raise DriverError(f"starting a thread for {path}", errno.EAGAIN, "EAGAIN", str(error)) from None
 
     @classmethod
     @shielded
@@ -170,40 +140,14 @@ class RpcConnection:
         for left in reversed(range(GREETINGS)):
             channel = _open_channel(found, chosen, max(0.001, deadline - time.monotonic()))
             try:
-                welcome = _greet(channel, found, label, deadline - time.monotonic())
+                welcome = _greet(channel, found, label, max(0.01, deadline - time.monotonic()))
                 break
-            except _HungUpError as error:  # a keeper that was killed, perhaps: where another follows, it is there
+            except BaseException as error:
                 channel.close()
-                if not left or time.monotonic() > deadline:
-                    raise PeerGoneError(str(error)) from None
-            except BaseException:
-                channel.close()
-                raise
-        made = cls(channel, found, label, welcome.pid)
-        if welcome.lends:
-            made.lends, made.grace, made.lost_message = welcome.lends, LENDER_REQUEST, _LENDER_GONE
-        else:
-            made._repeats = Repeats()
-        made._start()
-        return made
-
-    def _start(self) -> None:
-        """Start the thread that reads while no caller does. It has the connection only while there is a message."""
-        self._watch = select.epoll(1)  # of that thread, which a caller that reads asks to look away
-        self._fd = self._channel.fileno()  # open until the reading thread has the turn after a failure
-        self._watch.register(self._fd, select.EPOLLIN)
-        self._reading = threading.Thread(
-            target=_read,
-            args=(weakref.ref(self), self._channel, self._watch, self._turn),
-            name=READING,
-            daemon=True,
-        )
-        try:
-            self._reading.start()
-        except RuntimeError as error:
-            self._watch.close()
-            self._channel.close()
-            raise DriverError(f"starting a thread for {self.path}", errno.EAGAIN, "EAGAIN", str(error)) from None
+                # Hung up on by a keeper that was killed, perhaps: where another follows, it is there.
+                if not (left and isinstance(error, PeerGoneError) and time.monotonic() <= deadline):
+                    raise
+        return cls(channel, found, label, welcome)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be empty by then
         if not is_ending() and getattr(self, "_pid", 0) == os.getpid():
@@ -213,9 +157,9 @@ class RpcConnection:
         """Say that the other side is gone, and what to do."""
         return self.lost_message.format(path=self.path, advice=how_to_start(self.path))
 
-    def process(self) -> int:
-        """Return the pid of the listener when this connected, as the kernel says; 0 if it is not to be seen."""
-        return self._channel.peer().pid or 0
+    def server(self) -> Credentials:
+        """Return who listened when this connected, as the kernel says."""
+        return self._channel.peer()
 
     @property
     def is_usable(self) -> bool:
@@ -226,10 +170,6 @@ class RpcConnection:
             return not self._channel.is_gone()
         except ClosedError:
             return False
-
-    def server_uid(self) -> int:
-        """Return the user who listens there, as the kernel says."""
-        return self._channel.peer().uid
 
     @shielded
     def close(self) -> None:
@@ -250,138 +190,87 @@ class RpcConnection:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, {'open' if self.is_usable else 'closed'}>"
 
-    # -- giving back ------------------------------------------------------------------------------------------------
-    @shielded
-    def release_later(self, lease_id: int) -> None:
-        """Give a lease or claim back without waiting; with the next call at the latest. Safe in a finalizer."""
-        self._leases.pop(lease_id, None)
-        self._given_back.append(lease_id)
-        self._flush()
-
     # -- asking -----------------------------------------------------------------------------------------------------
     def _request(
         self, kind: type[_R], request: Callable[..., m.Request], *fields: object, fds: Sequence[int] = ()
     ) -> _R:
         """Make a request of the fields behind its number, and return its reply, which is to be of a kind."""
-        call = next(self._numbers)
-        reply = self._ask(request(call, *fields), call, fds)
+        reply, _ = self._converse(request(next(self._numbers), *fields), fds, self.grace)
         if type(reply) is not kind:
             raise self._protocol_error(reply)
         return reply
 
-    def _ask(self, request: m.Request, number: int, fds: Sequence[int] = ()) -> m.Reply:
-        """Send a request whose reply carries no descriptors and return the reply."""
-        answer = self._converse(request, number, fds, self.grace)
-        if answer.fds:
-            self._drop(answer)
-            raise self._protocol_error(answer.reply)
-        return answer.reply
-
     @shielded
-    def _converse(self, request: m.Request, number: int, fds: Sequence[int], timeout: float | None) -> Answer:
-        """Send a request and wait for the reply with its number; a reply that is an error is raised."""
+    def _converse(self, request: m.Request, fds: Sequence[int], timeout: float | None) -> tuple[m.Reply, list[int]]:
+        """Send a request and wait for its reply and descriptors; a reply that is an error is raised."""
         deadline = None if timeout is None else time.monotonic() + timeout
         bell = threading.Lock()
         bell.acquire()
-        call = Call(number, bell.release)
+        call = Call(self, request, bell.release, fds)
         reads = self._pid == os.getpid() and self._turn.acquire(False)
-        if reads and self._failure is not None:  # and the descriptor may be closed
+        if reads and self._failure is not None:  # the descriptor may be closed; :meth:`_send` says why
             self._turn.release()
-            raise self._failure_again()
+            reads = False
         if reads:
             poller = select.poll()
             poller.register(self._fd, select.POLLIN)
             self._watch.modify(self._fd, 0)  # the reading thread looks away
         try:
-            self.begin(call, request, fds, deadline)
+            self._send(call, deadline)
             left = timeout
-            try:
-                while True:
-                    seconds = _NAP if left is None else min(left, _NAP)
-                    if not reads:
-                        waiting(bell.acquire, True, seconds)
-                    elif waiting(poller.poll, seconds * 1000):
-                        self._hear(0)
-                    if call.answers:
-                        break
-                    self.look(call, deadline)
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise self._timed_out()
-            except BaseException as error:
-                if isinstance(request, m.Cancel):
-                    self._calls.pop(number, None)
-                else:
-                    self.give_up(call, is_late=isinstance(error, VramError))
-                raise
+            while True:
+                seconds = _NAP if left is None else min(left, _NAP)
+                if not reads:
+                    waiting(bell.acquire, True, seconds)
+                elif waiting(poller.poll, seconds * 1000):
+                    self._hear(0)
+                if call.answers:
+                    break
+                self.look(call, deadline)
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise self._timed_out()
+        except BaseException as error:
+            self.give_up(call, is_late=isinstance(error, VramError) or type(request) is m.Cancel)
+            raise
         finally:
             if reads:
                 self._watch.modify(self._fd, select.EPOLLIN)
                 self._turn.release()
-        answer = call.answers.pop()
-        if type(answer.reply) is m.Error or answer.lost:
-            self.received(answer)
-        return answer
-
-    def begin(self, call: Call, request: m.Request, fds: Sequence[int] = (), deadline: float | None = None) -> None:
-        """Send a request before a deadline (``time.monotonic``). `fds` are lent until the call is over."""
-        if self._pid != os.getpid():
-            self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
-        self._calls[call.number] = call
-        try:
-            self._send(m.encode(request), fds, deadline, 0 if isinstance(request, m.Cancel) else call.number)
-        except BaseException:
-            self._calls.pop(call.number, None)
-            if self._repeats is not None:
-                self._repeats.over(call.number, is_answered=False)
-            raise
+        reply, received = call.answers.pop()
+        if isinstance(reply, VramError):
+            raise reply
+        return reply, received
 
     def look(self, call: Call, deadline: float | None = None) -> None:
         """Raise what ended the connection, or send a call again to the keeper that goes on, before a deadline."""
-        if self._failure is not None and not call.answers:
-            raise self._failure_again()
-        repeats = self._repeats
-        if repeats is not None and call.number in repeats.due:
-            until = time.monotonic() + REQUEST
-            if deadline is not None and deadline < until:
-                until = deadline
-            self._lock(until)
-            try:
-                again = repeats.take(call.number)
-                if again is not None:
-                    self._channel.send(*again, timeout=max(0.0, until - time.monotonic()))
-            except (PeerGoneError, ClosedError):
-                raise self._hung_up() from None
-            finally:
-                self._unlock()
+        if (self._failure is not None or call.generation != self._generation) and not call.answers:
+            self._send(call, deadline)
 
     def give_up(self, call: Call, *, is_late: bool = True) -> None:
         """End a call whose caller waits no longer: the keeper is told, and what it grants is given back. Unless it
         `is_late`, wait a moment for the keeper's word: it answers in order, so what was granted has come back then."""
         if self._calls.pop(call.number, None) is None:
-            call.is_given_up = True  # first: the thread that is about to deliver the reply looks afterwards
-            self._drop_late(call)
-            return
-        if self._repeats is not None:
-            self._repeats.over(call.number, is_answered=False)
-        if not is_late and self._failure is None:
-            number = next(self._numbers)
-            with contextlib.suppress(VramError, OSError):
-                self._converse(m.Cancel(number, call.number), number, (), CANCEL)
-                return
-        self._cancelled.append(call.number)
-        self._flush()
+            call.ring = partial(self._drop_answer, call)  # first: the thread that is about to deliver it rings then
+            self._drop_answer(call)
+        elif call.generation >= 0:
+            self._unsaid.append(m.Cancel(0, call.number))
+            self._flush()
+            if not is_late and self._failure is None:
+                with contextlib.suppress(VramError, OSError):
+                    self._converse(m.Cancel(next(self._numbers), call.number), (), CANCEL)
 
-    def received(self, answer: Answer) -> Answer:
-        """Return the reply to a call; raise an error that it is, or that it had descriptors and there was no room."""
-        if isinstance(answer.reply, m.Error):
-            raise raised(answer.reply)
-        if answer.lost:
-            self._drop(answer)
-            raise DriverError(
-                f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
-            )
-        return answer
+    def _drop_answer(self, call: Call) -> None:
+        with contextlib.suppress(IndexError):
+            self._drop(*call.answers.pop())
+
+    def _drop(self, reply: m.Reply | VramError, fds: list[int]) -> None:
+        """Give back what a reply grants that nobody uses. Never waits."""
+        if isinstance(reply, m.Attached):
+            self.release_later(reply.lease)
+        elif isinstance(reply, m.Claimed):
+            self.release_later(reply.claim)
+        close_fds(fds)
 
     # -- sending ----------------------------------------------------------------------------------------------------
     def _lock(self, until: float) -> None:
@@ -394,13 +283,10 @@ class RpcConnection:
         if not (self._sending.acquire(False) or take(self._sending, max(0.0, until - time.monotonic()))):
             raise self._timed_out()  # another thread of this process waits to send
 
-    def _unlock(self) -> None:
-        self._sending.release()
-        if self._given_back or self._cancelled:  # by a finalizer that found the lock taken
-            self._flush()
-
-    def _send(self, payload: bytes, fds: Sequence[int], deadline: float | None, number: int) -> None:
-        """Send a request before a deadline; what this raises was not sent. Without a number it needs room now."""
+    def _send(self, call: Call, deadline: float | None = None) -> None:
+        """Send a call before a deadline (``time.monotonic``), or send it again; what this raises was not sent."""
+        if self._pid != os.getpid():
+            self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
         if self._failure is not None:
             raise self._failure_again()
         until = time.monotonic() + REQUEST
@@ -409,58 +295,60 @@ class RpcConnection:
         if self._sending._is_owned() or not self._sending.acquire(False):  # type: ignore[attr-defined]
             self._lock(until)
         try:
-            if self._given_back or self._cancelled:
-                self._give_back(until if number else 0.0)
-            if number and self._repeats is not None:
-                self._repeats.sent[number] = payload, fds, self._repeats.last
-            self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if number else 0.0)
+            if self._unsaid:
+                self._say(until)
+            self._channel.send(call.payload, call.fds, timeout=max(0.0, until - time.monotonic()))
+            call.generation = self._generation
+            if call.number > self._sent:
+                self._sent = call.number
         except (PeerGoneError, ClosedError):
             raise self._hung_up() from None
         finally:
             self._sending.release()
-            if self._given_back or self._cancelled:  # by a finalizer that found the lock taken
+            if self._unsaid:  # by a finalizer that found the lock taken
                 self._flush()
 
-    def _give_back(self, until: float) -> None:
-        """Send what was queued, as far as there is room before a time. Called with the lock for sending."""
-        request: m.Request
-        while self._cancelled or self._given_back:
-            queue, count = self._given_back, 1
-            if self._cancelled:
-                queue, request = self._cancelled, m.Cancel(0, self._cancelled[0])
-            else:  # by index: others append meanwhile. Popped only after the send, which may be done twice without harm
-                count = min(len(queue), _MOST_SAID)
-                request = m.Release(0, [queue[at] for at in range(count)])
-            payload = m.encode(request)
-            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
-            if self._repeats is not None:
-                self._repeats.last += 1
-                self._repeats.said.append((self._repeats.last, payload))
-            for _ in range(count):
-                queue.popleft()
+    @shielded
+    def release_later(self, lease_id: int) -> None:
+        """Give a lease or claim back without waiting; with the next call at the latest. Safe in a finalizer."""
+        self._leases.pop(lease_id, None)
+        self._unsaid.append(m.Release(0, [lease_id]))
+        self._flush()
 
     def _flush(self) -> None:
-        """Send what was queued, unless another thread is sending: it looks at the queue again. Never waits."""
-        while (self._given_back or self._cancelled) and self._failure is None and self._pid == os.getpid():
+        """Say what was queued, unless another thread is sending: it looks at the queue again. Never waits."""
+        while self._unsaid and self._failure is None and self._pid == os.getpid():
             if self._sending._is_owned() or not self._sending.acquire(False):  # type: ignore[attr-defined]
                 return
             try:
-                self._give_back(0)
+                self._say(0)
             except (VramError, OSError):
                 return  # no room now
             finally:
                 self._sending.release()
+
+    def _say(self, until: float) -> None:
+        """Say what was queued, as far as there is room before a time. Called with the lock for sending."""
+        while self._said and self._said[0][0] < self._heard:
+            self._said.popleft()
+        while self._unsaid:
+            payload = m.encode(self._unsaid[0])
+            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
+            self._said.append((self._sent, payload))
+            self._unsaid.popleft()  # only now: what is said twice does no harm
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def _hear(self, seconds: float) -> None:
         """Read and deliver a message that comes within `seconds`. Called with the turn to read."""
         lost = False
         try:
-            payload, fds = self._channel.take(timeout=seconds)
+            try:
+                payload, fds = self._channel.take(timeout=seconds)
+            except DescriptorsLostError as error:  # a matter of one call, not of the connection
+                payload, fds, lost = error.payload, [], True
+            reply = m.decode_reply(payload)
         except WaitTimeoutError:
             return
-        except DescriptorsLostError as error:  # a matter of one call, not of the connection
-            payload, fds, lost = error.payload, [], True
         except ProtocolError as error:
             self._fail(error.with_traceback(None))
             return
@@ -470,53 +358,45 @@ class RpcConnection:
         except OSError as error:
             self._fail(InternalError(f"reading from the keeper at {self.path} failed: {error}"))
             return
-        self._sort(payload, fds, lost)
-
-    def _sort(self, payload: bytes, fds: list[int], lost: bool) -> None:
-        """Deliver what was taken off the socket."""
-        try:
-            answer = Answer(m.decode_reply(payload), fds, lost)
-        except ProtocolError as error:
-            close_fds(fds)
-            self._fail(error.with_traceback(None))
-            return
-        reply = answer.reply
         if (fds or lost) and not isinstance(reply, (m.Attached, m.Descriptors)):
-            self._drop(answer)
+            self._drop(reply, fds)
             said = f"what listens at {self.path} sent descriptors with {type(reply).__name__}, which has none"
             self._fail(ProtocolError(f"{said}: the connection is ended"))
             return
         number = getattr(reply, "call", 0)  # a greeting has none
         call = self._calls.pop(number, None)
         if call is not None:
-            if self._repeats is not None:
-                self._repeats.over(number, is_answered=True)
-            call.answers.append(answer)
-            if call.is_given_up:
-                self._drop_late(call)
+            if number > self._heard:
+                self._heard = number
+            call.answers.append((reply, fds) if type(reply) is not m.Error and not lost else self._error(reply))
             try:  # noqa: SIM105  (as _ring() does, in a call less)
                 call.ring()
             except RuntimeError:
                 pass
         elif isinstance(reply, m.Notice):
-            self._tell((reply.name, reply.version), reply.reason == "revoked")
+            for one in list(self.subscriptions):
+                # A newer version harms nobody.
+                if one.key == (reply.name, reply.version) and (reply.reason == "revoked" or one.of_all):
+                    self.subscriptions.pop(one, None)
+                    one.post()
         elif number == 0 and isinstance(reply, m.Error):
             if len(reply.details) == 2 and reply.details[1].isdecimal():
                 self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
             self._fail(raised(reply))
-        elif isinstance(reply, m.Recovered) and self._repeats is not None:
-            self._recovered(reply, self._repeats)
+        elif isinstance(reply, m.Recovered) and not self.lends:
+            self._recovered(reply)
         else:  # of a call that was given up, or the greeting of a keeper that follows another
-            self._drop(answer)
+            self._drop(reply, fds)
 
-    def _tell(self, key: tuple[str, int], is_revoked: bool) -> None:
-        """Have the subscriptions to a version called, for which it is news."""
-        for number, one in list(self.subscriptions.items()):
-            if one.key == key and (is_revoked or one.of_all):  # a newer version harms nobody
-                self.subscriptions.pop(number, None)
-                one.post()
+    def _error(self, reply: m.Reply) -> Answer:
+        """Return the error that a reply is, or that it had descriptors and there was no room."""
+        if isinstance(reply, m.Error):
+            return raised(reply), []
+        self._drop(reply, [])
+        what = f"receiving descriptors from the keeper at {self.path}"
+        return DriverError(what, errno.EMFILE, "EMFILE", descriptor_limit()), []
 
-    def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
+    def _recovered(self, reply: m.Recovered) -> None:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait sent again."""
         self.server_pid = reply.pid
         until = time.monotonic() + REQUEST
@@ -535,33 +415,27 @@ class RpcConnection:
         try:
             self._lock(until)
             try:
-                for payload in repeats.begin(reply.keeper, next(self._numbers)):
+                for payload in [said for behind, said in self._said if behind >= self._heard]:
                     say(payload)
-                repeats.keeper = reply.keeper  # from now on the calls that are due are sent
+                for one in list(self._unsaid):  # it is said once more later, but has to come before what follows
+                    say(m.encode(one))
+                last = next(self._numbers)
+                say(m.encode(m.Repeating(0, reply.keeper, min(list(self._calls), default=last), last)))
+                self._generation += 1  # from now on the calls that wait are sent
                 # News that did not arrive. A watch that was not accepted yet is a call, which is sent again.
-                for key in {one.key for one in list(self.subscriptions.values()) if one.is_accepted}:
+                for key in {one.key for one in list(self.subscriptions) if one.is_accepted}:
                     say(m.encode(m.Watch(0, *key)))
             finally:
-                self._unlock()
+                self._sending.release()
         except VramError:  # half of it was said: that keeper would heed no call any more
             self._fail(PeerGoneError(f"the next keeper at {self.path} was not told of all calls"))
             return
-        for message, fds in came:
-            self._sort(message, fds, False)
+        self._flush()
+        for message in came:
+            self._channel.put_back(message)
+            self._hear(0)
         for call in list(self._calls.values()):
             _ring(call)
-
-    def _drop_late(self, call: Call) -> None:
-        with contextlib.suppress(IndexError):
-            self._drop(call.answers.pop())
-
-    def _drop(self, answer: Answer) -> None:
-        """Give back what an answer grants that nobody uses. Never waits."""
-        if isinstance(answer.reply, m.Attached):
-            self.release_later(answer.reply.lease)
-        elif isinstance(answer.reply, m.Claimed):
-            self.release_later(answer.reply.claim)
-        close_fds(answer.fds)
 
     # -- failing ------------------------------------------------------------------------------------------------------
     def _fail(self, error: VramError | None = None) -> VramError:
@@ -573,7 +447,7 @@ class RpcConnection:
             _ring(call)
         while self.subscriptions:
             with contextlib.suppress(KeyError):  # another thread was quicker
-                _, one = self.subscriptions.popitem()
+                one, _ = self.subscriptions.popitem()
                 if one.of_all:
                     one.post()
                 else:
@@ -604,17 +478,8 @@ class RpcConnection:
     def _protocol_error(self, reply: object) -> VramError:
         return self._fail(ProtocolError(f"the keeper at {self.path} answered {type(reply).__name__} out of turn"))
 
-    def _expect(self, kind: type[_R], reply: object) -> _R:
-        if type(reply) is not kind:
-            raise self._protocol_error(reply)
-        return reply
-
 
 # -- how a connection begins -------------------------------------------------------------------------------------------
-class _HungUpError(PeerGoneError):
-    """The listener hung up in place of a greeting."""
-
-
 def _open_channel(path: str, chosen: bool, timeout: float) -> Channel:
     """Connect to whoever listens at `path`, and make sure that they are to be trusted."""
     if not chosen:
@@ -636,24 +501,24 @@ def own_host() -> str:
 
 
 def _greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
-    """Say hello and return what the keeper answers; see :meth:`RpcConnection.connect` for the errors."""
+    """Say hello and return what the keeper answers. Raises PeerGoneError if it hung up in place of a greeting."""
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
-        channel.send(m.encode(m.Hello(m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
+        channel.send(m.encode(m.Hello(m.PROTOCOL, clip_label(label), own_host())), timeout=timeout)
     try:
-        payload, _ = channel.take(timeout=max(0.01, timeout))
+        payload, _ = channel.take(timeout=timeout)
         reply = m.decode_reply(payload)
     except WaitTimeoutError:
         raise WaitTimeoutError(
             f"what listens at {path} did not answer: a keeper that hangs, or no keeper. {silent_words(channel.peer())}"
         ) from None
     except PeerGoneError:
-        raise _HungUpError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
+        raise PeerGoneError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
     except ProtocolError as error:
         raise ProtocolError(f"what listens at {path} is no keeper ({error})") from None
     if isinstance(reply, m.Error):
         raise raised(reply)
     if isinstance(reply, m.Recovered):
-        raise _HungUpError(f"the keeper at {path} was killed before it had greeted, and another goes on: connect again")
+        raise PeerGoneError(f"the keeper at {path} was killed before it greeted, and another goes on: connect again")
     if not isinstance(reply, m.Welcome):
         raise ProtocolError(f"what listens at {path} is no keeper: it answered {type(reply).__name__}")
     return reply
