@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from .entries.save import save as save
     from .entries.update import update as update
     from .handover.array_channel import ArrayChannel as ArrayChannel
-    from .keeper.reference import Keeper as Keeper
-    from .keeper.reference import private_keeper as private_keeper
+    from .keeper.private import Keeper as Keeper
+    from .keeper.private import private_keeper as private_keeper
     from .maps import memory_map as memory_map
     from .memory.ahead import prepare as prepare
     from .nodes.replicate import replicate as replicate
@@ -86,7 +86,7 @@ _HOMES = {
     "entries.save": "save",
     "entries.update": "update",
     "handover.array_channel": "ArrayChannel",
-    "keeper.reference": "Keeper private_keeper",
+    "keeper.private": "Keeper private_keeper",
     "maps": "memory_map",
     "memory.ahead": "prepare",
     "nodes.replicate": "replicate",

@@ -28,7 +28,7 @@ from vram import lifetime
 from vram.errors import ClosedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper.attachment import Segment
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
+from vram.keeper.private import KeeperProcess, private_socket, short_directory
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monk
     monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
     vram.private_keeper().close()
     found = points(lambda: vram.private_keeper().close())
-    assert "_end" in {call for name, _, _, call in found if name == "reference.py"}
+    assert "_end" in {call for name, _, _, call in found if name == "private.py"}
     before = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeakWarning)  # what was made and never handed out is dropped
@@ -295,11 +295,11 @@ def test_one_started_with_its_signals_blocked_ends_as_any_other(place: str) -> N
     ending = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     try:
-        kept = PrivateKeeper()
+        kept = KeeperProcess.private()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     kept.stop()
-    assert kept._process.process.returncode == 0, "it had to be killed"
+    assert kept.process.returncode == 0, "it had to be killed"
 
 
 # -- what stays of it -------------------------------------------------------------------------------------------------

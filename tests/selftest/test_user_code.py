@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
                 "    from .entries.publish import publish",
                 "publish",
             ),
-            ("    from .keeper.reference import Keeper as Keeper\n", "", "Keeper"),
+            ("    from .keeper.private import Keeper as Keeper\n", "", "Keeper"),
             ("    from . import transports as transports\n", "", "transports"),
         ],
         1,

@@ -26,7 +26,7 @@ from judge import Sample, grown, look_at, table
 import vram
 from support.deadlines import AT_ONCE, SOON, until
 from vram.handover.pickling import endpoint
-from vram.keeper.private import PrivateKeeper
+from vram.keeper.private import KeeperProcess
 
 TARGETS = {"hand-overs": 10_000_000, "attaches": 1_000_000}  # unless it is told others
 ATTACHERS = 4
@@ -167,7 +167,7 @@ class Soak:
     """The processes and what was seen of them."""
 
     def __init__(self, seconds: float, targets: Mapping[str, int]) -> None:
-        self.keeper = PrivateKeeper()
+        self.keeper = KeeperProcess.private()
         vram.publish("soak", {"a": np.arange(10), "b": np.ones((300, 300)), "c": np.zeros(3)}, keeper=self.keeper.path)
         count = ATTACHERS + 2
         self.shared = (

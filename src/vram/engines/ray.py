@@ -27,7 +27,7 @@ from ..errors import NotFoundError, UnsupportedError
 from .ray_sources import SOURCE, TRANSPORT, Process, prefix
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 __all__ = ["register", "sweep"]
 

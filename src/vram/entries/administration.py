@@ -17,7 +17,7 @@ from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from ..keeper.reports import EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, UserInfo
     from ..sharing.descriptor import Manifest
 

@@ -23,7 +23,7 @@ from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, ModuleLike, TableLike
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 # The entry that this thread is loading: the keeper's path and the name. A context goes along into the tasks that it
 # starts.

@@ -34,7 +34,7 @@ from .mapped import wire_access
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
     from ..handover.array_channel import ArrayChannel
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 _INSTANT = 0.001  # seconds that are left where time is over: 0 is to ask without waiting, which is refused otherwise
 _SELDOM = 0.25  # seconds after which a channel is looked into though nothing came: work of a GPU may be done by then

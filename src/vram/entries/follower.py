@@ -27,7 +27,7 @@ from .questions import asked
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 

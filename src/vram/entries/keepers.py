@@ -17,7 +17,7 @@ from ..lifetime import waiting
 
 if TYPE_CHECKING:
     from ..keeper import messages as m
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from ..keeper.reports import VersionInfo
 
 # Seconds that a verb waits for what another process has to do, unless its caller says otherwise. Two kinds differ, and
@@ -96,7 +96,7 @@ def where_is(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None
     """Return the path of a keeper, if one was named, and what this process calls itself there, if it chose that."""
     if keeper is None or isinstance(keeper, (str, os.PathLike)):
         return None if keeper is None else os.fspath(keeper), ""
-    from ..keeper.reference import Keeper  # what starts processes: needed only by who has started one with it
+    from ..keeper.private import Keeper  # what starts processes: needed only by who has started one with it
 
     if isinstance(keeper, Keeper):
         if keeper.is_closed:

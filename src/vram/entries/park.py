@@ -34,7 +34,7 @@ from .keepers import TIMEOUT, connect
 from .manifests import read_manifest, sealed_copy
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from ..keeper.reports import EntryInfo
     from ..lifetime import Handle
 

@@ -25,7 +25,7 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, ModuleLike, TableLike
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from .update import Writer
 
 

@@ -21,7 +21,7 @@ from .keepers import as_notes, check_flags, connect
 from .publish import Published, check_writers, publish_loaded
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 FILE_META = "__metadata__"  # what the format itself calls it
 MAX_FILE_META = 1024  # bytes

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ..keeper import messages as m
     from ..keeper.client import KeeperClient
     from ..keeper.notices import Subscription
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 _MAX_CONSUMERS = 4096
 _FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers

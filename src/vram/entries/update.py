@@ -30,7 +30,7 @@ from .swap import Given, Span, difference, slot_of
 
 if TYPE_CHECKING:
     from ..keeper import messages as m
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from ..memory import Region
     from .loaded import Loaded
     from .placement import Placement

@@ -17,7 +17,7 @@ from .entry import map_of_entry
 from .process import lane_of_region, map_of_process, map_of_this_process
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 __all__ = ["MemoryMap", "memory_map"]
 

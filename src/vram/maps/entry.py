@@ -12,7 +12,7 @@ from ..spec import format_count, format_size
 from .drawing import Lane, MemoryMap, Span
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from ..sharing.descriptor import Manifest
 
 

@@ -22,7 +22,7 @@ from ..spec import format_count, format_size
 from .drawing import Lane, MemoryMap, Span
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 _MOST_ASKED = 256  # entries of a keeper that are asked who published them
 _MOST_PROCESSES = 4096  # that are asked whether they have the same memory

@@ -37,7 +37,7 @@ from .tcp import TCP
 
 if TYPE_CHECKING:
     from ..entries.lease import Lease
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 __all__ = ["Carrier"]
 

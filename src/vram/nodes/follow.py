@@ -24,7 +24,7 @@ from .pull import content
 from .replicate import STREAMS, Replicated, check_origin, replicate
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 __all__ = ["follow"]
 

@@ -29,7 +29,7 @@ from .engine import Engine
 from .pull import Pull, ReplacedError
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
 
 STREAMS = 2  # connections that pieces come over at the same time
 
