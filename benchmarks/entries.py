@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from vram import driver as drivers
 from vram.bench.children import status
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, Segment
 from vram.memory import PhysicalAllocation
 from vram.spec import HOST, HandleKind
 

@@ -12,8 +12,7 @@ from vram.bench.children import own_keeper
 from vram.bench.gpu import bare_calls
 from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Result, Row
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, Segment
 from vram.memory import PhysicalAllocation
 from vram.spec import HandleKind, Location, format_size
 

@@ -34,7 +34,7 @@ KINDS_NAMED = {
     "vram/memory/multicast.py": "a multicast object is made with a kind and opened by one: each is a call of a driver",
     "vram/memory/region.py": "the kind of a public call where none is given",
     "vram/keeper/admission.py": "a keeper takes descriptors alone, and sees neither memory nor drivers",
-    "vram/keeper/attachment.py": "a keeper takes descriptors alone, and sees neither memory nor drivers",
+    "vram/keeper/client.py": "a keeper takes descriptors alone, and sees neither memory nor drivers",
     "vram/entries/manifests.py": "memory that is made for a manifest",
     "vram/entries/packing.py": "memory that is made for copies",
     "vram/entries/placement.py": "what goes by descriptor, and what a keeper can hold",

@@ -34,8 +34,7 @@ import numpy as np
 import vram
 from support.memfds import make_memfd
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
-from vram.keeper.attachment import Attachment, PublishClaim, Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 

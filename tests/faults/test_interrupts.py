@@ -30,8 +30,7 @@ from vram import driver, lifetime
 from vram.entries.by_name import attach_array
 from vram.handover.pickling import Endpoint, endpoint, shut_down
 from vram.handover.reducers import _reduce
-from vram.keeper.attachment import PublishClaim
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import KeeperClient, PublishClaim, close_client
 from vram.keeper.private import private_socket, short_directory
 from vram.open_files import close_fds
 from vram.spec import HOST

@@ -12,7 +12,7 @@ from tests.support.spoiled_descriptors import GRANULE, _Nobody, spoil_bytes, spo
 
 from vram.entries.lease import Lease
 from vram.errors import ProtocolError, UnsupportedError, VramError
-from vram.keeper.attachment import Attachment, Segment
+from vram.keeper.client import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,

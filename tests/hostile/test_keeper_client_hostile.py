@@ -13,8 +13,7 @@ from tests.support.memfds import memfds
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, Segment
 from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers

@@ -22,9 +22,8 @@ from tests.support.samples import some
 
 from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m
-from vram.keeper.attachment import Segment
 from vram.keeper.bind import Listener
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE

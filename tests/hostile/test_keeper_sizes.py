@@ -26,8 +26,7 @@ from vram.info import StatisticsInfo
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel

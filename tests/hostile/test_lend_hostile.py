@@ -32,7 +32,7 @@ from vram.handover.messages import (
     Value,
     encode,
 )
-from vram.keeper.attachment import Attachment, Segment
+from vram.keeper.client import Attachment, Segment
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (

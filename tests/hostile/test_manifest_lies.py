@@ -17,7 +17,7 @@ from vram.entries import manifests
 from vram.entries.lease import Lease
 from vram.entries.manifests import read_sealed
 from vram.errors import ProtocolError
-from vram.keeper.attachment import Attachment, Segment
+from vram.keeper.client import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,

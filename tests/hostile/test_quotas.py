@@ -24,8 +24,7 @@ from tests.support.users import GREEDY, MODEST, being
 from vram.entries.administration import usage
 from vram.errors import QuotaError
 from vram.keeper import messages as m
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.limits import OPTIONS, Quotas
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer

@@ -35,8 +35,7 @@ from vram.driver import seals
 from vram.entries.lease import Lease
 from vram.errors import BusyError, ProtocolError
 from vram.keeper import admission
-from vram.keeper.attachment import Attachment, Segment
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
 from vram.keeper.private import short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel

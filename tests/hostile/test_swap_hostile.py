@@ -18,8 +18,7 @@ import vram
 from vram.driver import words
 from vram.entries import reading
 from vram.errors import ProtocolError, QuotaError, TornError, UsageError
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.descriptor import (

@@ -31,8 +31,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper.attachment import Attachment, Segment
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.descriptor import (

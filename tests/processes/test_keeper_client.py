@@ -38,9 +38,8 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
-from vram.keeper.attachment import Attachment, Segment
-from vram.keeper.client import KeeperClient, client, close_client
-from vram.keeper.notices import Signal
+from vram.keeper.background import Signal
+from vram.keeper.client import Attachment, KeeperClient, Segment, client, close_client
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel

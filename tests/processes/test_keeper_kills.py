@@ -16,8 +16,7 @@ from tests.support.commands import Running
 from tests.support.deadlines import SOON, until
 from tests.support.memfds import memfds
 
-from vram.keeper.attachment import Attachment, PublishClaim, Segment
-from vram.keeper.client import _PART, KeeperClient
+from vram.keeper.client import _PART, Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 

@@ -35,7 +35,7 @@ from vram.errors import (
     PeerGoneError,
     UsageError,
 )
-from vram.keeper import catalogue, notices
+from vram.keeper import background, catalogue
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
@@ -327,7 +327,7 @@ def test_who_stopped_listening_is_not_called(kept: vram.Keeper) -> None:
             os.close(fd)
         heard: list[str] = []
         owner = threading.Event()  # anything that lives
-        listenings: list[notices.Subscription] = []
+        listenings: list[background.Subscription] = []
 
         def tell(_: threading.Event) -> None:
             heard.append("told")

@@ -23,9 +23,8 @@ from tests.support.threads import race
 
 from vram.errors import PeerGoneError, QuotaError
 from vram.keeper import messages as m
-from vram.keeper.attachment import Attachment, PublishClaim, Segment
-from vram.keeper.client import KeeperClient
-from vram.keeper.notices import Signal
+from vram.keeper.background import Signal
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds

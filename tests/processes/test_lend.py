@@ -41,8 +41,7 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient, client
+from vram.keeper.client import KeeperClient, Segment, client
 from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location

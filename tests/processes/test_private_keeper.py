@@ -26,8 +26,7 @@ from tests.support.samples import in_turns, least, some
 import vram
 from vram import lifetime
 from vram.errors import ClosedError, LeakWarning, PeerGoneError, UsageError
-from vram.keeper.attachment import Segment
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
 
 

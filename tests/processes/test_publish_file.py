@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 from tests.support.memfds import READ_ONLY, make_memfd
 
 import vram
-from vram.keeper.attachment import Segment
-from vram.keeper.client import client
+from vram.keeper.client import Segment, client
 
 pytestmark = pytest.mark.usefixtures("kept")
 GRANULE = 2 << 20

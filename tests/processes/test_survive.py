@@ -26,8 +26,7 @@ from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.info import StatisticsInfo
 from vram.keeper import messages as m
-from vram.keeper.attachment import Attachment, PublishClaim, Segment
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel

@@ -28,10 +28,9 @@ from tests.support.other_users import OTHER, as_user
 import vram
 from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
 from vram.errors import AccessDeniedError, MismatchError, PeerGoneError, UsageError
+from vram.keeper import background, reports  # noqa: F401
 from vram.keeper import messages as m
-from vram.keeper import notices, reports  # noqa: F401
-from vram.keeper.attachment import Attachment, Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import Attachment, KeeperClient, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 

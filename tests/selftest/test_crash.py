@@ -14,7 +14,7 @@ from tests.crash.run import content, look
 from tests.support.deadlines import SOON
 from tests.support.memfds import make_memfd
 
-from vram.keeper.attachment import Attachment
+from vram.keeper.client import Attachment
 from vram.open_files import close_fds
 
 RUN = Path(__file__).parents[1] / "crash" / "run.py"

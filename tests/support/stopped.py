@@ -55,8 +55,7 @@ Channel.take = _stopping(Channel.take)  # type: ignore[method-assign]  # recv go
 def _client(what: str, path: str) -> None:
     from memfds import memfds  # beside this file, which is run as a script
 
-    from vram.keeper.attachment import Segment
-    from vram.keeper.client import KeeperClient
+    from vram.keeper.client import KeeperClient, Segment
 
     connection = KeeperClient.connect(path, label="victim")
     if what == "publish":

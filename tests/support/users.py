@@ -10,7 +10,7 @@ from tests.support.peers import Peer, running
 
 from vram.info import StatisticsInfo
 from vram.keeper import messages as m
-from vram.keeper.attachment import Segment
+from vram.keeper.client import Segment
 from vram.keeper.private import KeeperProcess, short_directory
 
 GREEDY, MODEST = 5001, 5002

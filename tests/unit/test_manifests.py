@@ -9,8 +9,7 @@ import pytest
 from vram.entries import manifests
 from vram.errors import ProtocolError
 from vram.keeper import messages as m
-from vram.keeper.attachment import Attachment, Segment
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import Attachment, KeeperClient, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,

@@ -29,9 +29,8 @@ from .manifests import read_manifest
 from .mapped import choose, leases, memories_of, wire_access
 
 if TYPE_CHECKING:
-    from ..keeper.attachment import Attachment
-    from ..keeper.client import KeeperClient
-    from ..keeper.notices import Subscription
+    from ..keeper.background import Subscription
+    from ..keeper.client import Attachment, KeeperClient
     from .lease import Lease
 
 Rows = tuple[dict[Region, LentBackup], ...]  # by memory of a lease: what sleeps of it, and how

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import driver as drivers
 from ..driver import visible
 from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, UsageError, VramError
-from ..keeper.attachment import Attachment, PublishClaim
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import shielded, waiting
 from ..spec import HOST, Location, check_timeout

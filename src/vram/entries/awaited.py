@@ -16,9 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import PeerGoneError, VramError, WaitTimeoutError
-from ..keeper.attachment import Attachment
 from ..keeper.background import following
-from ..keeper.client import KeeperClient, PendingLease
+from ..keeper.client import Attachment, KeeperClient, PendingLease
 from ..keeper.paths import find_path
 from ..keeper.rules import check_version
 from ..spec import Location, check_timeout

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ClosedError, MismatchError, NotFoundError, PeerGoneError, UsageError, VramError
-from ..keeper.attachment import Attachment
 from ..keeper.background import following as working
 from ..keeper.background import report
-from ..keeper.client import KeeperClient, PendingLease
+from ..keeper.client import Attachment, KeeperClient, PendingLease
 from ..spec import Location
 from .keepers import current_of, wait_for_keeper
 from .lease import Lease
 
 if TYPE_CHECKING:
-    from ..keeper.notices import Subscription
+    from ..keeper.background import Subscription
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0  # seconds until another try, if nothing tells when it may succeed
 _UNDECIDED = 0.02  # seconds for memory that is being asked to be sealed: all followers wait meanwhile

@@ -29,8 +29,7 @@ from ..errors import (
     UsageError,
     VramError,
 )
-from ..keeper.attachment import Attachment
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient
 from ..lifetime import take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
@@ -41,7 +40,7 @@ from .manifests import is_strange, read_manifest
 from .mapped import wire_access
 
 if TYPE_CHECKING:
-    from ..keeper.notices import Subscription
+    from ..keeper.background import Subscription
     from .lease import Lease
 
 

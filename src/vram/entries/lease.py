@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from ..arrays import Array
 from ..arrays.views import close_when_unused, part_of_view
 from ..errors import BusyError, NotFoundError, PeerGoneError, UsageError, VramError
-from ..keeper.attachment import Attachment
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient
 from ..lifetime import Owned, shielded
 from ..spec import Location, check_timeout, format_count, format_size
 from .by_name import array_on

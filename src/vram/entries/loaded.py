@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
-from ..keeper.attachment import Segment
+from ..keeper.client import Segment
 from ..memory import Region
 from ..sharing.descriptor import MANIFEST_VERSION, ArrayEntry, Manifest, MemoryDescriptor
 from ..sharing.mapping import describe

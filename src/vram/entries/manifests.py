@@ -8,8 +8,7 @@ import struct
 
 from .. import driver as drivers
 from ..errors import ProtocolError
-from ..keeper.attachment import Attachment
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient
 from ..memory import PhysicalAllocation, Received, Region
 from ..open_files import is_memory
 from ..sharing.descriptor import MAX_MANIFEST, Manifest, decode_manifest, encode_manifest, most_manifest

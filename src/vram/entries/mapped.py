@@ -16,8 +16,7 @@ from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..driver.protocol import UNDECIDED
 from ..errors import AsleepError, CapacityError, NotFoundError, ProtocolError, UsageError
-from ..keeper.attachment import Attachment
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient
 from ..lifetime import Claim, own, unwinding
 from ..memory import Region
 from ..open_files import close_fds

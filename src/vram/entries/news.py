@@ -12,8 +12,8 @@ from ..errors import UsageError
 from ..lifetime import take, unwinding
 
 if TYPE_CHECKING:
+    from ..keeper.background import Signal, Subscription
     from ..keeper.client import KeeperClient
-    from ..keeper.notices import Signal, Subscription
     from .lease import Lease
 
 _L = TypeVar("_L", bound="Lease")

@@ -20,8 +20,7 @@ import msgspec
 from .. import driver as drivers
 from ..arrays.upload import ring_of
 from ..errors import BusyError, NotFoundError, OutOfMemoryError, ProtocolError, UsageError
-from ..keeper.attachment import Attachment, Segment
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..lifetime import shielded, waiting
 from ..memory import PhysicalAllocation, Region

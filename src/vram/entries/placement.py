@@ -15,7 +15,7 @@ from ..arrays.sources import Source, as_source
 from ..arrays.views import RegionViews, Spans, close_when_unused, find, handed_out
 from ..errors import BusyError, UnsupportedError, UsageError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
-from ..keeper.attachment import Segment
+from ..keeper.client import Segment
 from ..lifetime import Handle, let_in, noted
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion

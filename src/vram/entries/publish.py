@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays.tables import columns_of, each_column, is_frame, is_table
 from ..errors import UsageError
-from ..keeper.attachment import PublishClaim
-from ..keeper.client import KeeperClient
+from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..lifetime import shielded
 from ..memory import Region

@@ -39,8 +39,7 @@ from ..spec import check_timeout
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ..keeper.attachment import Attachment
-    from ..keeper.client import KeeperClient
+    from ..keeper.client import Attachment, KeeperClient
     from ..memory import Region
     from ..spec import Location
     from .lease import Lease

@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
     from ..arrays.hints import ArrayLike
     from ..keeper import messages as m
+    from ..keeper.background import Subscription
     from ..keeper.client import KeeperClient
-    from ..keeper.notices import Subscription
     from ..keeper.private import Keeper
 
 _MAX_CONSUMERS = 4096

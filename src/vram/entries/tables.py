@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import UnsupportedError, UsageError
-from ..keeper.attachment import Attachment
-from ..keeper.client import KeeperClient
+from ..keeper.client import Attachment, KeeperClient
 from ..sharing.descriptor import Manifest
 from .keepers import check_flag
 from .manifests import is_strange

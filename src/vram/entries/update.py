@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from ..arrays import Array
 from ..driver import words as shared
 from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, TornError, UsageError, VramError
-from ..keeper.attachment import Segment
-from ..keeper.client import KeeperClient
+from ..keeper.client import KeeperClient, Segment
 from ..keeper.rules import check_name, describe_process
 from ..lifetime import let_in, shielded, take, waiting
 from ..open_files import close_fds

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,9 +30,8 @@ from ..open_files import close_fds
 from ..sharing.channel import OwnedFds
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
-from ..spec import check_timeout
+from ..spec import HandleKind, check_timeout
 from . import messages as m
-from .attachment import Attachment, PublishClaim, Segment
 from .failures import no_keeper
 from .paths import find_path
 from .rpc_connection import Call, RpcConnection
@@ -49,7 +49,7 @@ from .rules import (
 
 if TYPE_CHECKING:
     from ..lifetime import Handle
-    from .notices import Key, Signal, Subscription
+    from .background import Key, Signal, Subscription
     from .reports import EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, VersionInfo
 
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
@@ -59,6 +59,43 @@ _LISTED = 1000  # leases that are named after a revocation; a user may have many
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two polls for the leases that are left on a revoked version
 
 _Row = TypeVar("_Row")
+
+
+class Segment(NamedTuple):
+    """The memory behind one descriptor: bytes, kind of handle, and ``"host"`` or the UUID of its GPU."""
+
+    size: int
+    kind: int = int(HandleKind.POSIX_FD)
+    device: str = "host"
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A lease and its descriptors, both the caller's: ``fds[0]`` is the manifest's if `manifest_fd` is not None.
+    `moves` is the right to move the bytes; then `has_publisher` says that another connection published it and lives."""
+
+    lease_id: int
+    name: str
+    version: int
+    owner: int
+    segments: Sequence[m.SegmentRow]
+    fds: list[int]
+    manifest: bytes
+    manifest_fd: int | None
+    meta: dict[str, str]
+    writable: bool
+    moves: bool = False
+    has_publisher: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishClaim:
+    """The right to publish `name`: pass `id` to publish, or abandon it. After `seconds` it passes to the next waiter
+    (None: as soon as there is a waiter); the name may still be published until another client has."""
+
+    id: int
+    name: str
+    seconds: float | None = None
 
 
 class KeeperClient(RpcConnection):
@@ -242,14 +279,15 @@ class KeeperClient(RpcConnection):
         """Return whether the readers of the leased version were asked to let go."""
         return self._leased(lease_id) in self.taken_back or self.state(lease_id).revoked
 
+    @shielded(undo=lambda _, made: made.stop())
     def watch(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> Subscription:
         """Have ``tell(owner)`` called once, in a thread of the library, when a version is revoked, or if it was
         already. `owner` is held weakly. `of_all` adds a newer version, a removal, and the end of the keeper."""
-        from .notices import Subscription  # few leases are watched
+        from .background import Subscription  # few leases are watched
 
-        made = Subscription(key, owner, tell, of_all=of_all)
+        # Before the keeper is asked, so that its first news has an address.
+        made = Subscription(self.subscriptions, key, owner, tell, of_all)
         try:
-            made.enter(self.subscriptions)  # before the keeper is asked, so that its first news has an address
             self._request(m.Done, m.Watch, *key)
             made.is_accepted = True
         except BaseException:
@@ -265,7 +303,7 @@ class KeeperClient(RpcConnection):
 
     def signal(self, lease_id: int) -> Signal:
         """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end."""
-        from .notices import Signal
+        from .background import Signal
 
         key = self._watchable(lease_id)
         made = Signal()

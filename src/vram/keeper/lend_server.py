@@ -21,8 +21,7 @@ from ..lifetime import wait_for
 from ..open_files import close_fds
 from . import listing
 from . import messages as m
-from .attachment import Segment
-from .client import own_label
+from .client import Segment, own_label
 from .connection import Connection, Held
 from .failures import no_keeper
 from .records import Session

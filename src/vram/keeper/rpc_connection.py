@@ -2,8 +2,8 @@
 
 A caller that waits for its reply reads what comes, for all others too; while no caller does, a thread reads
 (:func:`_read`). The reader puts an answer into its :class:`Call` and calls its `ring`, which wakes the thread or event
-loop that asked. Notices go to the subscriptions (:mod:`.notices`), which make their calls in a thread of their own: the
-reader runs no code of users.
+loop that asked. Notices go to the subscriptions (:mod:`.background`), which are called in another thread: the reader
+runs no code of users.
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
 appends to a queue and *tries* to send; the thread that holds the lock for sending looks at the queue again (I3).
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ..sharing.channel import Credentials
-    from .notices import Subscription
+    from .background import Subscription
 
 _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
