@@ -96,8 +96,7 @@ def map_mutated(seed: int, rounds: int) -> int:
     chance = random.Random(seed)
     mapped = 0
     one, other = Channel.pair()
-    with one, other:
-        client = _Nobody(one)
+    with one, other, _Nobody(one) as client:
         for number in range(rounds):
             data = chance.choice([spoil_bytes, spoil_values])(chance, SEEDS[1], 1)
             fds = [make_memfd(size, seals=READ_ONLY) for size in (GRANULE, 2 * GRANULE)]

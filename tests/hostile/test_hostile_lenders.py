@@ -181,7 +181,7 @@ def leased() -> Iterator[tuple[KeeperClient, Lender]]:
 def test_news_that_come_before_the_reply_to_their_watch_are_told() -> None:
     """News of the same version that others were told of came in between."""
     with leased() as (one, other):
-        thread, signals = later(lambda: one.signal(1))
+        thread, signals = later(lambda: one.signal((LENT, 1)))
         call = other.hear().call
         other.say(m.Notice(0, LENT, 1, "revoked", 0))
         other.say(m.Notice(0, LENT, 1, "revoked", 0))
@@ -196,7 +196,7 @@ def test_a_watch_that_was_not_accepted_is_sent_again_by_its_call_alone() -> None
     """The keeper that follows would refuse a second one, over quota, as nobody's call: that ends a connection."""
     with leased() as (one, other):
         one.lends = ""  # a keeper, after which another one may go on
-        thread, signals = later(lambda: one.signal(1))
+        thread, signals = later(lambda: one.signal((LENT, 1)))
         call = other.hear().call
         other.say(m.Recovered(0, 1, 1))
         assert isinstance(other.hear(), m.Repeating)

@@ -55,7 +55,7 @@ def keeper() -> Iterator[KeeperProcess]:
             assert (found.entries, found.versions, found.leases, found.waiting) == (1, 1, 1, 0)
             assert (found.nbytes, found.descriptors) == (4096, 1)
             until(lambda: descriptors(process.pid) == idle, what="the end of the hostile descriptors")
-            assert not good.is_stale(held.lease_id)
+            assert not good.is_stale(held)
 
 
 @pytest.fixture

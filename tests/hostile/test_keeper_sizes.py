@@ -81,7 +81,7 @@ def test_s7_memory_of_a_size_that_no_machine_has_is_not_taken_and_costs_nobody_a
         assert "140737488355328" in said[0], "the ceiling is said"
         found = good.statistics()
         assert (found.entries, found.nbytes) == (1, 4096)
-        assert not good.is_stale(held.lease_id)
+        assert not good.is_stale(held)
 
 
 def test_s7_a_version_that_is_stated_larger_than_any_machine_is_refused_before_anything_is_sent() -> None:

@@ -115,8 +115,8 @@ def lease(
 @pytest.fixture
 def client() -> Iterator[_Nobody]:
     one, other = Channel.pair()
-    with one, other:
-        yield _Nobody(one)
+    with one, other, _Nobody(one) as client:
+        yield client
 
 
 def descriptors(theirs: Theirs) -> list[int]:

@@ -36,8 +36,8 @@ LENGTH = 8  # bytes in front of a manifest that comes as memory
 @pytest.fixture
 def client() -> Iterator[_Nobody]:
     one, other = Channel.pair()
-    with one, other:
-        yield _Nobody(one)
+    with one, other, _Nobody(one) as client:
+        yield client
 
 
 # -- arrays ---------------------------------------------------------------------------------------------------------

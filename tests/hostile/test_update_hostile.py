@@ -137,9 +137,9 @@ def test_s7_pages_of_what_is_not_updated_and_of_others_leases_are_refused(server
                         client.give_page(held.lease_id, page)
                     with pytest.raises(NotFoundError, match="not held by this connection"):
                         other.give_page(held.lease_id, page)
-                    for call in (lambda one, lease: one.state(lease), lambda one, lease: one.is_stale(lease)):
+                    for call in (lambda: other.state(held.lease_id), lambda: other.is_stale(held)):
                         with pytest.raises(NotFoundError):
-                            call(other, held.lease_id)  # type: ignore[operator]
+                            call()  # type: ignore[operator]
             client.remove("plain")
 
 

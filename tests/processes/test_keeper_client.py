@@ -244,7 +244,7 @@ def test_i4_an_attach_without_room_for_its_descriptors_fails_alone(one: KeeperCl
                 one.attach("big")
         assert caught.value.name == "EMFILE"
         assert one.statistics().leases == 1
-        assert not one.is_stale(held.lease_id)
+        assert not one.is_stale(held)
     assert len(attach(one, "big").fds) == count
 
 
@@ -280,13 +280,13 @@ def is_readable(one: Signal, seconds: float = 0) -> bool:
 def test_a_signal_becomes_readable_with_the_first_news_and_stays_so(one: KeeperClient, other: KeeperClient) -> None:
     publish(one, "w")
     held = attach(other, "w")
-    told, before = other.signal(held.lease_id), one.statistics().connections
-    with contextlib.closing(told), contextlib.closing(other.signal(held.lease_id)) as also:
+    told, before = other.signal((held.name, held.version)), one.statistics().connections
+    with contextlib.closing(told), contextlib.closing(other.signal((held.name, held.version))) as also:
         assert not is_readable(told)
         publish(one, "w")
         assert is_readable(told, SOON)
         assert is_readable(also, SOON)
-        with contextlib.closing(other.signal(held.lease_id)) as late:
+        with contextlib.closing(other.signal((held.name, held.version))) as late:
             assert is_readable(late, SOON)
         with socket.socket(fileno=os.dup(told.fileno())) as reader:
             assert reader.recv(1) == b"", "whoever reads changes nothing"
@@ -295,8 +295,8 @@ def test_a_signal_becomes_readable_with_the_first_news_and_stays_so(one: KeeperC
         until(lambda: one.statistics().connections <= before, what="one connection for all")
     with pytest.raises(ClosedError):
         told.fileno()
-    with pytest.raises(UsageError, match="lease"):
-        other.signal(12345)
+    with contextlib.closing(other.signal((held.name, 12345))) as never:  # no such version
+        assert is_readable(never, SOON)
 
 
 # -- looking --------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_i7_a_forked_child_makes_its_own_connection_and_cannot_use_its_parents(k
 
         assert end_of(work) == 1
         until(lambda: mine.statistics().leases == 1, what="the end of the child's own lease")
-        assert not mine.is_stale(held.lease_id)
+        assert not mine.is_stale(held)
         mine.remove("forked")
     finally:
         close_clients()

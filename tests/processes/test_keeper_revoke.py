@@ -335,7 +335,7 @@ def test_who_stopped_listening_is_not_called(kept: vram.Keeper) -> None:
                 one.stop()
 
         for _ in range(2):
-            listenings.append(reader.listen(lease.lease_id, owner, tell))
+            listenings.append(reader.watch((lease.name, lease.version), owner, tell))
         vram.revoke("n", timeout=0)
         until(lambda: not listens(), what="the end of the thread")
         assert heard == ["told"]

@@ -59,8 +59,8 @@ class Scene:
         """Everything goes on, as if nothing had been."""
         found = self.reader.statistics()
         assert (found.entries, found.versions, found.leases, found.waiting) == (3, 4, 2, 2)
-        assert not self.reader.is_stale(self.held.lease_id)
-        assert self.reader.is_stale(self.old.lease_id)
+        assert not self.reader.is_stale(self.held)
+        assert self.reader.is_stale(self.old)
         assert not self.has_news()
 
     def has_news(self) -> bool:
@@ -109,7 +109,9 @@ def scene(path: str) -> Iterator[Scene]:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.settimeout(SOON)
         stranger.connect(path)
-        made = Scene(path, reader, publisher, waiter, held, old, claim, reader.signal(held.lease_id), stranger)
+        made = Scene(
+            path, reader, publisher, waiter, held, old, claim, reader.signal((held.name, held.version)), stranger
+        )
 
         def wait(name: str) -> None:
             try:

@@ -128,7 +128,7 @@ class Reader:
         acts: dict[str, Callable[[], Any]] = {
             "sum": lambda: int(views[0].sum()),
             "list": lambda: [entry.name for entry in vram.list_entries()],
-            "news": lambda: held._client.newest(held._return.lease_id),
+            "news": lambda: held._client.state(held._return.lease_id).current,
             "stale": lambda: held.is_stale(),
             "revoked": lambda: held.is_revoked(),
             "attach": lambda: vram.attach("other").close(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.sharing.channel import Channel
 
@@ -79,7 +80,7 @@ class _Nobody(KeeperClient):
     """A connection to nobody, that notes which leases were given back."""
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__(channel, "/nowhere", "", 0)
+        super().__init__(channel, "/nowhere", "", m.Welcome(0))
         self.returned: list[int] = []
 
     def release_later(self, lease_id: int) -> None:

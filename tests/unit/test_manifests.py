@@ -26,8 +26,8 @@ GRANULE = 2 << 20
 @pytest.fixture
 def client() -> Iterator[KeeperClient]:
     one, other = Channel.pair()
-    with one, other:
-        yield KeeperClient(one, "/nowhere", "", m.Welcome(0))
+    with one, other, KeeperClient(one, "/nowhere", "", m.Welcome(0)) as client:
+        yield client
 
 
 def leased(number: int, data: bytes) -> Attachment:

@@ -225,7 +225,7 @@ def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> Stat
 def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[UserInfo]:
     """Return the usage of each user, as it counts against that user's ceilings, the most bytes first.
     A keeper lists a hundred users and sums up the others."""
-    return list(connect(keeper).users())
+    return list(connect(keeper).measure().users)
 
 
 def usage(keeper: str | os.PathLike[str] | None = None) -> tuple[list[UserInfo], StatisticsInfo]:

@@ -101,7 +101,7 @@ def newest(lease: Lease) -> tuple[KeeperClient, Attachment] | None:
     lease.handle  # noqa: B018
     client = lease._client
     try:
-        if not client.is_stale(lease._return.lease_id):
+        if not client.is_stale(lease._attachment):
             return None
     except PeerGoneError:
         client, _ = reconnect(lease)
@@ -114,7 +114,7 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
     before, number = lease._attachment, 0
     try:
         with contextlib.suppress(PeerGoneError):
-            number = lease._client.newest(before.lease_id)  # first: what comes after it is heard of
+            number = lease._client.state(before.lease_id).current  # first: what comes after it is heard of
         found = newest(lease)
         if found is None:
             return
@@ -166,7 +166,7 @@ def _go_on(lease: Lease, client: KeeperClient, attachment: Attachment) -> tuple[
     try:
         for one in added:
             extend_memory(one.region, one.segments, one.fds, until=until)
-        listening = lease._hears().listen_anew(lease, client, attachment.lease_id)
+        listening = lease._hears().listen_anew(lease, client, attachment.version)
     except BaseException as error:
         with unwinding(error):
             for region, nbytes in reversed(sizes):

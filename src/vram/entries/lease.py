@@ -236,7 +236,7 @@ class Lease(Owned, Mapping[str, Array]):
         """
         self.handle  # noqa: B018
         with contextlib.suppress(PeerGoneError):
-            return self._client.is_stale(self._return.lease_id)
+            return self._client.is_stale(self._attachment)
         from .following import reconnect  # few keepers end
 
         reconnect(self)
@@ -258,7 +258,7 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018
         news = self._hears()
         if news.signal is None:
-            news.signal = self._client.signal(self._return.lease_id)
+            news.signal = self._client.signal((self.name, self.version))
         return news.signal.fileno()
 
     @shielded
@@ -521,7 +521,7 @@ class Lease(Owned, Mapping[str, Array]):
         if not self._revoked:
             self.handle  # noqa: B018
             try:
-                self._revoked = self._client.is_revoked(self._return.lease_id)
+                self._revoked = self._client.is_revoked(self._attachment)
             except PeerGoneError:
                 if (self.name, self.version) not in self._client.taken_back:
                     from .following import reconnect  # as in is_stale

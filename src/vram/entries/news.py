@@ -41,19 +41,19 @@ class News:
         told: Any = functools.partial(tell, callback)
         take(self.moving)  # a callback that comes meanwhile is for the version that the lease goes on to
         try:
-            self.subscriptions.append(lease._client.listen(lease._return.lease_id, lease, told, of_all=of_all))
+            self.subscriptions.append(lease._client.watch((lease.name, lease.version), lease, told, of_all=of_all))
             self.callbacks.append((told, of_all))
         finally:
             self.moving.release()
         if lease.is_closed:  # meanwhile, by another thread or by the callback
             self.stop()
 
-    def listen_anew(self, lease: Lease, client: KeeperClient, number: int) -> list[Subscription]:
-        """Subscribe for all callbacks to the version of another lease, or for none. Raises ClosedError as well."""
+    def listen_anew(self, lease: Lease, client: KeeperClient, version: int) -> list[Subscription]:
+        """Subscribe for all callbacks to another version, or for none. Raises ClosedError as well."""
         made: list[Subscription] = []
         try:
             for tell, of_all in self.callbacks:
-                made.append(client.listen(number, lease, tell, of_all=of_all))
+                made.append(client.watch((lease.name, version), lease, tell, of_all=of_all))
             lease.handle  # noqa: B018  (which says that it was closed)
         except BaseException as error:
             with unwinding(error):

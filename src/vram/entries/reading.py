@@ -127,7 +127,7 @@ def _check_writer(client: KeeperClient, leased: Attachment, words: memoryview) -
             f"the process that published {leased.name!r} version {leased.version} is gone: nobody updates it any "
             f"more. lease.upgrade() attaches what is published anew"
         )
-    if client.is_stale(leased.lease_id):
+    if client.is_stale(leased):
         raise NotFoundError(
             f"{leased.name!r} version {leased.version} was replaced or removed, and is updated no more: "
             f"lease.upgrade() attaches what is there now"

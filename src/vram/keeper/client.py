@@ -117,7 +117,7 @@ class KeeperClient(RpcConnection):
         writable: bool = False,
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        claim: PublishClaim | int | None = None,
+        claim: PublishClaim | None = None,
         updatable: bool = False,
         lease: int = 0,
     ) -> int:
@@ -140,7 +140,7 @@ class KeeperClient(RpcConnection):
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
         fields = (
             name, rows, devices, manifest, manifest_fd is not None, writable, check_meta(meta) if meta else {},
-            None if ttl is None else check_ttl(ttl), 0 if claim is None else _number(claim), updatable, lease,
+            None if ttl is None else check_ttl(ttl), 0 if claim is None else claim.id, updatable, lease,
         )  # fmt: skip
         while True:
             generation = self._generation
@@ -179,18 +179,18 @@ class KeeperClient(RpcConnection):
         handles: int = 1,
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        claim: PublishClaim | int | None = None,
+        claim: PublishClaim | None = None,
     ) -> None:
         """Raise what :meth:`publish` would raise now; reserve nothing.
         It is for publishers that first have to do what cannot be undone, such as sealing their memory."""
         check_name(name)
         check_size(nbytes)
-        notes, number = check_meta(meta) if meta else {}, 0 if claim is None else _number(claim)
+        notes, number = check_meta(meta) if meta else {}, 0 if claim is None else claim.id
         self._request(m.Done, m.Offer, name, nbytes, handles, notes, None if ttl is None else check_ttl(ttl), number)
 
-    def abandon(self, claim: PublishClaim | int) -> None:
+    def abandon(self, claim: PublishClaim) -> None:
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
-        self._request(m.Done, m.Release, [_number(claim)])
+        self._request(m.Done, m.Release, [claim.id])
 
     def take_over(self, fd: int) -> None:
         """Have the keeper end, and a guardian at the other end of `fd` get everything."""
@@ -251,8 +251,6 @@ class KeeperClient(RpcConnection):
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back and wait until the keeper has taken note."""
-        for lease_id in lease_ids:
-            self._leases.pop(lease_id, None)
         for start in range(0, len(lease_ids), 4096):
             self._request(m.Done, m.Release, list(lease_ids[start : start + 4096]))
 
@@ -261,23 +259,17 @@ class KeeperClient(RpcConnection):
         self._request(m.Done, m.Sleep, lease_id, asleep)
 
     # -- watching -------------------------------------------------------------------------------------------------
-    def is_stale(self, lease_id: int) -> bool:
-        """Return whether the leased version is no longer the one that attaching by name would give."""
-        if self._leases.get(lease_id) in self.taken_back:
-            return True
-        return self.state(lease_id).stale
-
-    def newest(self, lease_id: int) -> int:
-        """Return the number of the version that attaching by name would give; 0 if there is none."""
-        return self.state(lease_id).current
-
     def state(self, lease_id: int) -> m.LeaseState:
         """Return the state of a leased version."""
         return self._request(m.LeaseState, m.State, lease_id)
 
-    def is_revoked(self, lease_id: int) -> bool:
+    def is_stale(self, leased: Attachment) -> bool:
+        """Return whether the leased version is no longer the one that attaching by name would give."""
+        return (leased.name, leased.version) in self.taken_back or self.state(leased.lease_id).stale
+
+    def is_revoked(self, leased: Attachment) -> bool:
         """Return whether the readers of the leased version were asked to let go."""
-        return self._leased(lease_id) in self.taken_back or self.state(lease_id).revoked
+        return (leased.name, leased.version) in self.taken_back or self.state(leased.lease_id).revoked
 
     @shielded(undo=lambda _, made: made.stop())
     def watch(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> Subscription:
@@ -285,6 +277,8 @@ class KeeperClient(RpcConnection):
         already. `owner` is held weakly. `of_all` adds a newer version, a removal, and the end of the keeper."""
         from .background import Subscription  # few leases are watched
 
+        if not self.is_usable:
+            raise self._hung_up()  # another keeper may be at that path, with other memory of that name and number
         # Before the keeper is asked, so that its first news has an address.
         made = Subscription(self.subscriptions, key, owner, tell, of_all)
         try:
@@ -295,17 +289,10 @@ class KeeperClient(RpcConnection):
             raise
         return made
 
-    def listen(
-        self, lease_id: int, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
-    ) -> Subscription:
-        """Watch the version of a lease; see :meth:`watch`."""
-        return self.watch(self._watchable(lease_id), owner, tell, of_all=of_all)
-
-    def signal(self, lease_id: int) -> Signal:
-        """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end."""
+    def signal(self, key: Key) -> Signal:
+        """Return a descriptor that becomes readable with the first news of a leased version, or the keeper's end."""
         from .background import Signal
 
-        key = self._watchable(lease_id)
         made = Signal()
         try:
             made.subscription = self.watch(key, made, Signal.give, of_all=True)
@@ -313,18 +300,6 @@ class KeeperClient(RpcConnection):
             made.close()
             raise
         return made
-
-    def _watchable(self, lease_id: int) -> tuple[str, int]:
-        leased = self._leased(lease_id)
-        if not self.is_usable:
-            raise self._hung_up()  # another keeper may be at that path, with other memory of that name and number
-        return leased
-
-    def _leased(self, lease_id: int) -> tuple[str, int]:
-        leased = self._leases.get(lease_id)
-        if leased is None:
-            raise UsageError(f"lease {lease_id} is not held by this connection to {self.path}")
-        return leased
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
@@ -363,19 +338,15 @@ class KeeperClient(RpcConnection):
         listed = tuple(itertools.islice(holders, _LISTED))
         more = max(0, sum(row.readers for row in left) - _LISTED) if len(listed) == _LISTED else 0
         if force and listed:
-            self._drop_leases(name, [row.version for row in left])
+            for row in left:
+                with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
+                    self._request(m.Done, m.Remove, name, row.version, True, True)
+                self.taken_back.add((name, row.version))  # if this process has one of the leases
             return RevokeInfo(name, (), 0, listed, more)
         held = {holder.version for holder in listed}
         if more:  # what is behind the last one that is listed was not looked at
             held.update(row.version for row in left if row.version > listed[-1].version)
         return RevokeInfo(name, listed, sum(row.nbytes for row in left if row.version in held), (), more)
-
-    def _drop_leases(self, name: str, versions: Sequence[int]) -> None:
-        """End the leases on versions that were revoked."""
-        for version in versions:
-            with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
-                self._request(m.Done, m.Remove, name, version, True, True)
-            self.taken_back.add((name, version))  # if this process has one of the leases
 
     def _left(self, name: str) -> Sequence[VersionInfo]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
@@ -403,21 +374,10 @@ class KeeperClient(RpcConnection):
             raise
         if isinstance(fds, OwnedFds):
             fds.is_armed = False  # the caller closes them
-        self._leases[reply.lease] = (entry.name, entry.version)
         return Attachment(
-            lease_id=reply.lease,
-            name=entry.name,
-            version=entry.version,
-            owner=entry.owner,
-            segments=entry.segments,
-            fds=fds,
-            manifest=entry.manifest,
-            manifest_fd=fds[0] if entry.manifest_fd else None,
-            meta=entry.meta,
-            writable=entry.writable,
-            moves=reply.moves,
-            has_publisher=reply.has_publisher,
-        )
+            reply.lease, entry.name, entry.version, entry.owner, entry.segments, fds, entry.manifest,
+            fds[0] if entry.manifest_fd else None, entry.meta, entry.writable, reply.moves, reply.has_publisher,
+        )  # fmt: skip
 
     def _collect(self, fds: Collector, reply: m.Attached, first: list[int], deadline: float | None) -> None:
         """Collect the first descriptors of a lease, and ask for the others, all of them before a deadline."""
@@ -484,9 +444,7 @@ class KeeperClient(RpcConnection):
 
         versions = list(self.versions(check_name(name)))
         holders: defaultdict[int, list[HolderInfo]] = defaultdict(list)
-        for one in self._leases_under(name, (name, 0, 0)):
-            if one.name != name:
-                break
+        for one in itertools.takewhile(lambda one: one.name == name, self._leases_under(name, (name, 0, 0))):
             holders[one.version].append(one)
         return shown_entry(name, [replace(row, holders=tuple(holders[row.version])) for row in versions])
 
@@ -498,10 +456,8 @@ class KeeperClient(RpcConnection):
 
     def holders_of(self, name: str, version: int) -> Iterator[HolderInfo]:
         """Yield the leases on a version, oldest first; none, once it or its name is gone."""
-        for one in self._leases_under(name, (name, version, 0)):
-            if (one.name, one.version) != (name, version):
-                return
-            yield one
+        found = self._leases_under(name, (name, version, 0))
+        return itertools.takewhile(lambda one: (one.name, one.version) == (name, version), found)
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
@@ -533,10 +489,6 @@ class KeeperClient(RpcConnection):
 
         (info,) = m.decode_rows(self._request(m.Rows, m.Statistics).rows, StatisticsInfo)
         return replace(info, stuck=len(stuck()))
-
-    def users(self) -> Sequence[m.UserInfo]:
-        """Return the usage of each user, the most bytes first."""
-        return self.measure().users
 
     def measure(self) -> m.Measurements:
         """Return the counts of the keeper since its start."""
@@ -639,10 +591,6 @@ def close_client(path: str) -> None:
     existing = _clients.pop(path, None)  # in one step: a finalizer may come here (I3)
     if existing is not None:
         existing.close()
-
-
-def _number(claim: PublishClaim | int) -> int:
-    return claim.id if isinstance(claim, PublishClaim) else claim
 
 
 def own_label() -> str:

@@ -108,7 +108,6 @@ class RpcConnection:
         self._turn = threading.RLock()
         self._calls: dict[int, Call] = {}  # without an answer; the thread that takes one out decides its end
         self._failure: VramError | None = None
-        self._leases: dict[int, tuple[str, int]] = {}
         self.subscriptions: dict[Subscription, None] = {}  # in the order in which they hear
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
         # Another keeper may go on for this one. Each call that waits is sent to it again, and what was said without a
@@ -311,7 +310,6 @@ class RpcConnection:
     @shielded
     def release_later(self, lease_id: int) -> None:
         """Give a lease or claim back without waiting; with the next call at the latest. Safe in a finalizer."""
-        self._leases.pop(lease_id, None)
         self._unsaid.append(m.Release(0, [lease_id]))
         self._flush()
 
