@@ -34,7 +34,8 @@ import numpy as np
 import vram
 from support.memfds import make_memfd
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.client import Attachment, KeeperClient, Segment
+from vram.keeper.messages import Claimed
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 
@@ -122,7 +123,7 @@ class Worker:
 
     def claim(self) -> None:
         got = self.connection.attach_or_claim(f"c{self.number}/claimed", timeout=0.0)
-        if not isinstance(got, PublishClaim):
+        if not isinstance(got, Claimed):
             raise AssertionError("a name that nobody publishes was attached")
         self.connection.abandon(got)
 

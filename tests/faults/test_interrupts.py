@@ -30,7 +30,8 @@ from vram import driver, lifetime
 from vram.entries.by_name import attach_array
 from vram.handover.pickling import Endpoint, endpoint, shut_down
 from vram.handover.reducers import _reduce
-from vram.keeper.client import KeeperClient, PublishClaim, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.messages import Claimed
 from vram.keeper.private import private_socket, short_directory
 from vram.open_files import close_fds
 from vram.spec import HOST
@@ -199,7 +200,7 @@ def loaded(s: Scene) -> None:
     # From a connection of its own: a claim that was left would have it wait, until it is told that it waited too long.
     with KeeperClient.connect(s.path) as another:
         got = another.attach_or_claim("loaded", timeout=SOON / 4)
-        if isinstance(got, PublishClaim):
+        if isinstance(got, Claimed):
             another.abandon(got)
         else:
             close_fds(got.fds)

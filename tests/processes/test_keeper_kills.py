@@ -16,7 +16,8 @@ from tests.support.commands import Running
 from tests.support.deadlines import SOON, until
 from tests.support.memfds import memfds
 
-from vram.keeper.client import _PART, Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.client import _PART, Attachment, KeeperClient, Segment
+from vram.keeper.messages import Claimed
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 
@@ -128,7 +129,7 @@ def test_a_claim_outlives_none_of_its_holders(keeper: KeeperProcess, watcher: Ke
         with victim(step, "claim", keeper.path) as where:
             got = watcher.attach_or_claim("w", timeout=0) if where == "end" else None
         got = got or watcher.attach_or_claim("w", timeout=SOON)
-        if isinstance(got, PublishClaim):
+        if isinstance(got, Claimed):
             assert watcher.list() == []
             watcher.abandon(got)
         else:

@@ -24,7 +24,8 @@ from tests.support.threads import race
 from vram.errors import PeerGoneError, QuotaError
 from vram.keeper import messages as m
 from vram.keeper.background import Signal
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.client import Attachment, KeeperClient, Segment
+from vram.keeper.messages import Claimed
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
@@ -49,7 +50,7 @@ class Scene:
     waiter: KeeperClient
     held: Attachment
     old: Attachment
-    claim: PublishClaim
+    claim: Claimed
     news: Signal
     stranger: socket.socket
     threads: list[threading.Thread] = field(default_factory=list)
@@ -105,7 +106,7 @@ def scene(path: str) -> Iterator[Scene]:
             publisher.publish("a", [KIB4], fds[:1])
             publisher.publish("b", [KIB4], fds[:1])
         claim = publisher.attach_or_claim("claimed")
-        assert isinstance(claim, PublishClaim)
+        assert isinstance(claim, Claimed)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.settimeout(SOON)
         stranger.connect(path)

@@ -26,7 +26,8 @@ from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.info import StatisticsInfo
 from vram.keeper import messages as m
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_client
+from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
+from vram.keeper.messages import Claimed
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
@@ -187,7 +188,7 @@ def test_who_waits_goes_on_waiting_and_is_served_by_the_next_keeper(survivor: Su
 def test_a_claim_and_a_watch_go_on(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
         claim = maker.attach_or_claim("c")
-        assert isinstance(claim, PublishClaim)
+        assert isinstance(claim, Claimed)
         publish(maker, "w", b"x")
         heard: list[object] = []
         owner = Survivor.__new__(Survivor)  # anything that can be referred to weakly
@@ -260,7 +261,7 @@ def test_killed_before_each_step_a_call_takes_effect_once(survivor: Survivor, wh
                     assert read(another, "w") == b"1"
             else:
                 claim = maker.attach_or_claim(f"claimed-{step}")
-                assert isinstance(claim, PublishClaim)
+                assert isinstance(claim, Claimed)
                 maker.abandon(claim)
             killed = survivor.was_killed
             if what == "connect":
@@ -332,7 +333,7 @@ def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survi
         now = other.statistics()
         assert (now.leases, now.waiting) == (0, 0)
         claim = other.attach_or_claim("c", timeout=0.0)
-        assert isinstance(claim, PublishClaim)
+        assert isinstance(claim, Claimed)
 
 
 @in_turns(5)

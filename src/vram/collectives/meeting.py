@@ -8,7 +8,7 @@ import zlib
 from functools import partial
 
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..keeper.paths import absolute, check_server, prepare_directory, private_directory
+from ..keeper.paths import absolute, check_server, default_path, prepare_directory
 from ..lifetime import waiting
 from ..sharing.channel import Channel, check_path
 from ..spec import check_timeout
@@ -96,7 +96,7 @@ def _number(key: str, otherwise: int | None = None) -> int:
 
 def meeting_path(name: str, at: str | os.PathLike[str] | None) -> tuple[str, bool]:
     """Return where a group meets, and whether somebody chose it."""
-    named = os.path.join(private_directory(), f"group-{name}.sock") if at is None else os.fsdecode(at)
+    named = os.path.join(os.path.dirname(default_path()), f"group-{name}.sock") if at is None else os.fsdecode(at)
     path = absolute(named, "the group's socket")
     check_path(path)
     return path, at is not None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .. import driver as drivers
 from ..driver import visible
 from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, UsageError, VramError
-from ..keeper.client import Attachment, KeeperClient, PublishClaim
+from ..keeper.client import Attachment, KeeperClient
+from ..keeper.messages import Claimed
 from ..keeper.rules import check_name, check_version
 from ..lifetime import shielded, waiting
 from ..spec import HOST, Location, check_timeout
@@ -296,7 +297,7 @@ def attach_or_publish(
 
 def _load_and_publish(
     client: KeeperClient, name: str, load: Callable[[], Any], meta: dict[str, str], writable: bool, whole: bool,
-    updatable: bool, swap: bool, ttl: float | None, claim: PublishClaim,
+    updatable: bool, swap: bool, ttl: float | None, claim: Claimed,
 ) -> int:  # fmt: skip
     from .publish import arrays_in, publish_to  # what a reader does not need is as much again as what it does
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays.tables import columns_of, each_column, is_frame, is_table
 from ..errors import UsageError
-from ..keeper.client import KeeperClient, PublishClaim
+from ..keeper.client import KeeperClient
+from ..keeper.messages import Claimed
 from ..keeper.rules import MAX_MANIFEST
 from ..lifetime import shielded
 from ..memory import Region
@@ -169,7 +170,7 @@ def publish(
 def publish_to(
     client: KeeperClient, name: str, arrays: Mapping[str, object] | ModuleLike | TableLike, *, meta: dict[str, str],
     writable: bool, ttl: float | None, consume: bool, whole: bool = False, close: bool = False,
-    claim: PublishClaim | None = None, updatable: bool = False, swap: bool = False,
+    claim: Claimed | None = None, updatable: bool = False, swap: bool = False,
 ) -> Published:  # fmt: skip
     """Publish over a connection; see :func:`publish`. `claim` is the claim on the name that this fulfils.
     With `consume`, `close` also closes the vram arrays that are taken out of the mapping."""
@@ -238,7 +239,7 @@ def publish_loaded(
 
 def _publish_updatable(
     client: KeeperClient, name: str, plan: Placement | Loaded, *, writable: bool, meta: dict[str, str],
-    ttl: float | None, claim: PublishClaim | None,
+    ttl: float | None, claim: Claimed | None,
 ) -> int:  # fmt: skip
     """As :func:`publish_planned`, and keep what it takes to update it in place."""
     from .update import Writer  # few update in place
@@ -251,7 +252,7 @@ def _publish_updatable(
 
 def publish_planned(
     client: KeeperClient, name: str, plan: Placement | Loaded, *, writable: bool, meta: dict[str, str],
-    ttl: float | None, claim: PublishClaim | None, writer: Writer | None = None,
+    ttl: float | None, claim: Claimed | None, writer: Writer | None = None,
 ) -> int:  # fmt: skip
     """Give the keeper what was planned; return the version. With a `writer`, it is updated in place."""
     with contextlib.ExitStack() as made:

@@ -67,7 +67,11 @@ class Worker:
             act = self._next()
             if act is not None:
                 self._due.pop(act, None)
-                when = _called(act)
+                try:
+                    when = act()
+                except BaseException as error:  # noqa: BLE001  (other calls go on)
+                    report(error)
+                    when = None
                 if when is not None:
                     self._due[act] = when
                 del act  # or what it knows stayed until the next call
@@ -102,14 +106,6 @@ class Worker:
     def after_fork(self) -> None:
         """The thread is the parent's, and so is all that it has to do."""
         self.__init__(self.name)  # type: ignore[misc]
-
-
-def _called(act: Act) -> float | None:
-    try:
-        return act()
-    except BaseException as error:  # noqa: BLE001  (other calls go on)
-        report(error)
-        return None
 
 
 def report(error: BaseException) -> None:

@@ -88,16 +88,6 @@ class Attachment:
     has_publisher: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PublishClaim:
-    """The right to publish `name`: pass `id` to publish, or abandon it. After `seconds` it passes to the next waiter
-    (None: as soon as there is a waiter); the name may still be published until another client has."""
-
-    id: int
-    name: str
-    seconds: float | None = None
-
-
 class KeeperClient(RpcConnection):
     """A client of a keeper, made by :meth:`connect` or shared by the process through :func:`client`.
     `writers` has by name what updates a publication; `placed` its version, and handles and bytes of its GPU memory."""
@@ -117,7 +107,7 @@ class KeeperClient(RpcConnection):
         writable: bool = False,
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        claim: PublishClaim | None = None,
+        claim: m.Claimed | None = None,
         updatable: bool = False,
         lease: int = 0,
     ) -> int:
@@ -140,7 +130,7 @@ class KeeperClient(RpcConnection):
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
         fields = (
             name, rows, devices, manifest, manifest_fd is not None, writable, check_meta(meta) if meta else {},
-            None if ttl is None else check_ttl(ttl), 0 if claim is None else claim.id, updatable, lease,
+            None if ttl is None else check_ttl(ttl), 0 if claim is None else claim.claim, updatable, lease,
         )  # fmt: skip
         while True:
             generation = self._generation
@@ -179,18 +169,18 @@ class KeeperClient(RpcConnection):
         handles: int = 1,
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        claim: PublishClaim | None = None,
+        claim: m.Claimed | None = None,
     ) -> None:
         """Raise what :meth:`publish` would raise now; reserve nothing.
         It is for publishers that first have to do what cannot be undone, such as sealing their memory."""
         check_name(name)
         check_size(nbytes)
-        notes, number = check_meta(meta) if meta else {}, 0 if claim is None else claim.id
+        notes, number = check_meta(meta) if meta else {}, 0 if claim is None else claim.claim
         self._request(m.Done, m.Offer, name, nbytes, handles, notes, None if ttl is None else check_ttl(ttl), number)
 
-    def abandon(self, claim: PublishClaim) -> None:
+    def abandon(self, claim: m.Claimed) -> None:
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
-        self._request(m.Done, m.Release, [claim.id])
+        self._request(m.Done, m.Release, [claim.claim])
 
     def take_over(self, fd: int) -> None:
         """Have the keeper end, and a guardian at the other end of `fd` get everything."""
@@ -208,7 +198,7 @@ class KeeperClient(RpcConnection):
         reply, fds = self._converse(request, (), left)
         return self._leased_by(reply, fds, None if left is None else began + left)
 
-    def attach_or_claim(self, name: str, *, timeout: float | None = None, **asked: Any) -> Attachment | PublishClaim:
+    def attach_or_claim(self, name: str, *, timeout: float | None = None, **asked: Any) -> Attachment | m.Claimed:
         """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
         The claim is to be fulfilled or abandoned. It ends with the connection, and passes on to a waiter."""
         began = time.monotonic()
@@ -216,7 +206,7 @@ class KeeperClient(RpcConnection):
         left = None if request.wait is None else request.wait + self.grace
         reply, fds = self._converse(request, (), left)
         if isinstance(reply, m.Claimed):
-            return PublishClaim(reply.claim, name, reply.seconds)
+            return reply
         return self._leased_by(reply, fds, None if left is None else began + left)
 
     def attach_request(
@@ -356,21 +346,33 @@ class KeeperClient(RpcConnection):
             return []
 
     def _leased_by(self, reply: m.Reply | VramError, first: list[int], deadline: float | None = None) -> Attachment:
-        """Return the lease that a reply grants, once all of its descriptors have come. Raises an error that it is."""
+        """Return the lease that a reply grants, once all of its descriptors have come, before a deadline. Raises an
+        error that it is."""
         if not isinstance(reply, m.Attached):
             raise reply if isinstance(reply, VramError) else self._protocol_error(reply)
-        entry, fds = reply.entry, first
+        entry, fds, left = reply.entry, first, self.grace
         total = len(entry.segments) + entry.manifest_fd
         try:
-            if len(first) != total or total != reply.total:
-                fds = Collector(total, is_armed=False)
-                self._collect(fds, reply, first, deadline)
+            if reply.total != total:
+                raise ProtocolError(f"a lease is said to come with {reply.total} descriptors for {total}")
             for segment in entry.segments:
                 if segment.device >= len(entry.devices):
                     raise ProtocolError(f"a lease came with memory on device {segment.device} of {len(entry.devices)}")
-        except BaseException:
+            if len(first) != total:
+                fds = parts = Collector(total, is_armed=False)
+                parts.take(0, first)
+                while not parts.is_complete:
+                    if deadline is not None:
+                        left = max(0.0, min(self.grace, deadline - time.monotonic()))
+                    more, came = self._converse(m.More(next(self._numbers), reply.lease, len(parts)), (), left)
+                    if type(more) is not m.Descriptors:
+                        raise self._protocol_error(more)
+                    parts.take(more.offset, came)
+        except BaseException as error:
             close_fds(fds)
             self._drop(reply, first)
+            if isinstance(error, ProtocolError):
+                raise self._fail(error) from None
             raise
         if isinstance(fds, OwnedFds):
             fds.is_armed = False  # the caller closes them
@@ -378,23 +380,6 @@ class KeeperClient(RpcConnection):
             reply.lease, entry.name, entry.version, entry.owner, entry.segments, fds, entry.manifest,
             fds[0] if entry.manifest_fd else None, entry.meta, entry.writable, reply.moves, reply.has_publisher,
         )  # fmt: skip
-
-    def _collect(self, fds: Collector, reply: m.Attached, first: list[int], deadline: float | None) -> None:
-        """Collect the first descriptors of a lease, and ask for the others, all of them before a deadline."""
-        left = self.grace
-        try:
-            if reply.total != fds.total:
-                raise ProtocolError(f"a lease is said to come with {reply.total} descriptors for {fds.total}")
-            fds.take(0, first)
-            while not fds.is_complete:
-                if deadline is not None:
-                    left = max(0.0, min(self.grace, deadline - time.monotonic()))
-                more, came = self._converse(m.More(next(self._numbers), reply.lease, len(fds)), (), left)
-                if type(more) is not m.Descriptors:
-                    raise self._protocol_error(more)
-                fds.take(more.offset, came)
-        except ProtocolError as error:
-            raise self._fail(error) from None
 
     # -- updates in place -------------------------------------------------------------------------------------------
     # The publisher's page of words says what readers look at before and after each section; the page of each lease says

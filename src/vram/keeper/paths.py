@@ -20,14 +20,9 @@ PRIVATE = "vram-private-"  # how the name of a private keeper's directory begins
 
 
 def default_path() -> str:
-    """Return the default socket: ``VRAM_KEEPER``, else ``vram/keeper.sock`` in ``XDG_RUNTIME_DIR``, else
-    ``vram-<uid>/keeper.sock`` in ``TMPDIR`` or ``/tmp``."""
-    return os.environ.get(ENVIRONMENT) or _places()[0]
-
-
-def private_directory() -> str:
-    """Return this user's directory for sockets that nobody chose a path for; it may have yet to be made."""
-    return os.path.dirname(_places()[0])
+    """Return the socket of a keeper that nobody chose a path for: ``vram/keeper.sock`` in ``XDG_RUNTIME_DIR``, else
+    ``vram-<uid>/keeper.sock`` in ``TMPDIR`` or ``/tmp``. Its directory may have yet to be made."""
+    return _places()[0]
 
 
 def _places() -> list[str]:
@@ -54,12 +49,9 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     if sys.platform != "linux":
         check_platform()
     named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
-    if named is not None and named.startswith("/"):
-        return _checked(named), True
-    check_platform()  # what follows asks who this user is
     if named is None:
         return _checked(absolute(default_path(), "the keeper's socket in TMPDIR")), False
-    return _checked(absolute(named, "the keeper's socket")), True
+    return _checked(named if named.startswith("/") else absolute(named, "the keeper's socket")), True
 
 
 def absolute(path: str, what: str) -> str:
@@ -98,7 +90,7 @@ def how_to_start(path: str) -> str:
 def is_default(path: str) -> bool:
     """Whether clients of this user look for a keeper at an absolute path without being told of it."""
     try:
-        return not os.environ.get(ENVIRONMENT) and path == os.path.abspath(_places()[0])
+        return not os.environ.get(ENVIRONMENT) and path == os.path.abspath(default_path())
     except FileNotFoundError:  # a relative TMPDIR, and the working directory is gone
         return False
 

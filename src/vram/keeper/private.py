@@ -61,20 +61,17 @@ class Keeper:
     ----------
     path, label : str
         As they were given; a path as text.
+    is_closed : bool
+        Whether :meth:`close` was called on this object.
     """
 
-    __slots__ = ("_is_closed", "_process", "label", "path")
+    __slots__ = ("_process", "is_closed", "label", "path")
 
     def __init__(self, path: str | os.PathLike[str], *, label: str = "") -> None:
         self.path = os.fspath(path) if isinstance(path, os.PathLike) else path
         self.label = label
         self._process: Owned | None = None  # if it was started here
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether :meth:`close` was called on this object."""
-        return self._is_closed
+        self.is_closed = False
 
     @shielded
     def close(self) -> None:
@@ -82,12 +79,12 @@ class Keeper:
 
         Attached memory stays with its readers. ``VRAM_KEEPER`` is again what it was before this keeper started.
         """
-        self._is_closed = True
+        self.is_closed = True
         if self._process is not None:
             self._process.close()
 
     def __enter__(self) -> Self:
-        if self._is_closed:
+        if self.is_closed:
             raise ClosedError(f"the keeper at {self.path} was closed here; start another")
         if self._process is not None:
             self._process.__enter__()
@@ -97,7 +94,7 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_closed = True
+        self.is_closed = True
         if self._process is not None:
             self._process.__exit__(kind, error, trace)
 
@@ -105,7 +102,7 @@ class Keeper:
         return partial(Keeper, label=self.label), (self.path,)
 
     def __repr__(self) -> str:
-        return f"<Keeper at {self.path}{', closed' if self._is_closed else ''}>"
+        return f"<Keeper at {self.path}{', closed' if self.is_closed else ''}>"
 
 
 @shielded

@@ -531,22 +531,20 @@ def _ring(call: Call) -> None:
 def _read(whose: weakref.ref[RpcConnection], channel: Channel, watch: select.epoll, turn: threading.RLock) -> None:
     """Read what comes over a connection while no caller does, and close it at its end: nobody else may, since a
     descriptor that another thread closes could be another file's by the next system call."""
-    while _is_there(whose, watch.poll(maxevents=1)):
-        pass
+    is_there = True
+    while is_there:
+        watch.poll(maxevents=1)
+        connection = whose()
+        if connection is None:
+            break
+        with turn:
+            try:
+                if connection._failure is None:
+                    connection._hear(0)
+            except BaseException as error:  # noqa: BLE001  (all who wait hear of it)
+                connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
+            is_there = connection._failure is None
+        del connection  # nothing keeps it while there is no message
     with turn:
         watch.close()
         channel.close()
-
-
-def _is_there(whose: weakref.ref[RpcConnection], _: object) -> bool:
-    """Read a message; return whether there will be more. Nothing keeps the connection while there is none."""
-    connection = whose()
-    if connection is None:
-        return False
-    with connection._turn:
-        if connection._failure is None:
-            try:
-                connection._hear(0)
-            except BaseException as error:  # noqa: BLE001  (all who wait hear of it)
-                connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
-        return connection._failure is None
