@@ -130,7 +130,7 @@ class Subscription:
     ) -> None:
         self.key = key
         self.of_all = of_all
-        self._tell: list[Callable[[Any], object]] = [tell]  # the thread that takes it out may call it, once
+        self._tell: Callable[[Any], object] | None = tell  # until it was called, or stopped
         self._there = there  # those of its connection
         self.is_accepted = False  # by the keeper
         me = weakref.ref(self)
@@ -147,11 +147,11 @@ class Subscription:
     @property
     def is_over(self) -> bool:
         """Whether it was called back, or stopped."""
-        return not self._tell
+        return self._tell is None
 
     def stop(self) -> None:
         """Not to be called back any more; a callback that has begun goes on. Idempotent, takes no lock."""
-        self._tell.clear()
+        self._tell = None
         self._there.pop(self, None)
         news.discard(self)
 
@@ -161,9 +161,10 @@ class Subscription:
 
     def call(self) -> None:
         """Tell the owner, unless that was done or nobody listens."""
+        tell, self._tell = self._tell, None
+        owner = self._owner()
         try:
-            told, owner = [self._tell.pop()] if self._tell else [], self._owner()
-            for tell in told if owner is not None else []:
+            if tell is not None and owner is not None:
                 tell(owner)
         finally:
             news.discard(self)

@@ -150,7 +150,7 @@ class KeeperClient(RpcConnection):
         parcels = Sender(len(fds), _PART)
         for part in parcels:
             said = m.Part(next(self._numbers), request.call, part.start) if part.start else request
-            reply, _ = self._converse(said, fds[part], self.grace)
+            reply, _ = self._converse(said, fds[part], time.monotonic() + self.grace)
             if parcels.sent == parcels.total and type(reply) is m.Published:
                 return reply.version
             if type(reply) is not m.NextPart:
@@ -180,7 +180,7 @@ class KeeperClient(RpcConnection):
 
     def abandon(self, claim: m.Claimed) -> None:
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
-        self._request(m.Done, m.Release, [claim.claim])
+        self.release([claim.claim])
 
     def take_over(self, fd: int) -> None:
         """Have the keeper end, and a guardian at the other end of `fd` get everything."""
@@ -192,22 +192,17 @@ class KeeperClient(RpcConnection):
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(self, name: str, **asked: Any) -> Attachment:
         """Lease a version; the caller gives it back. The arguments are those of :meth:`attach_request`."""
-        began = time.monotonic()
         request = self.attach_request(name, **asked)
-        left = None if request.wait is None else request.wait + self.grace
-        reply, fds = self._converse(request, (), left)
-        return self._leased_by(reply, fds, None if left is None else began + left)
+        deadline = None if request.wait is None else time.monotonic() + request.wait + self.grace
+        return self._leased_by(*self._converse(request, (), deadline), deadline)
 
     def attach_or_claim(self, name: str, *, timeout: float | None = None, **asked: Any) -> Attachment | m.Claimed:
         """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
         The claim is to be fulfilled or abandoned. It ends with the connection, and passes on to a waiter."""
-        began = time.monotonic()
         request = self.attach_request(name, timeout=timeout, claim=True, **asked)
-        left = None if request.wait is None else request.wait + self.grace
-        reply, fds = self._converse(request, (), left)
-        if isinstance(reply, m.Claimed):
-            return reply
-        return self._leased_by(reply, fds, None if left is None else began + left)
+        deadline = None if request.wait is None else time.monotonic() + request.wait + self.grace
+        reply, fds = self._converse(request, (), deadline)
+        return reply if isinstance(reply, m.Claimed) else self._leased_by(reply, fds, deadline)
 
     def attach_request(
         self,
@@ -241,8 +236,7 @@ class KeeperClient(RpcConnection):
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back and wait until the keeper has taken note."""
-        for start in range(0, len(lease_ids), 4096):
-            self._request(m.Done, m.Release, list(lease_ids[start : start + 4096]))
+        self._request(m.Done, m.Release, list(lease_ids))
 
     def rest(self, lease_id: int, *, asleep: bool = True) -> None:
         """Say that nothing is mapped by a lease any more, so that its version may be parked, or that it is again."""
@@ -350,7 +344,7 @@ class KeeperClient(RpcConnection):
         error that it is."""
         if not isinstance(reply, m.Attached):
             raise reply if isinstance(reply, VramError) else self._protocol_error(reply)
-        entry, fds, left = reply.entry, first, self.grace
+        entry, fds = reply.entry, first
         total = len(entry.segments) + entry.manifest_fd
         try:
             if reply.total != total:
@@ -362,9 +356,8 @@ class KeeperClient(RpcConnection):
                 fds = parts = Collector(total, is_armed=False)
                 parts.take(0, first)
                 while not parts.is_complete:
-                    if deadline is not None:
-                        left = max(0.0, min(self.grace, deadline - time.monotonic()))
-                    more, came = self._converse(m.More(next(self._numbers), reply.lease, len(parts)), (), left)
+                    until = min(time.monotonic() + self.grace, deadline or math.inf)
+                    more, came = self._converse(m.More(next(self._numbers), reply.lease, len(parts)), (), until)
                     if type(more) is not m.Descriptors:
                         raise self._protocol_error(more)
                     parts.take(more.offset, came)

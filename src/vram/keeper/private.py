@@ -139,7 +139,12 @@ def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | Non
     >>> kept = vram.private_keeper()  # in a notebook: it lives on from cell to cell
     >>> kept.close()
     """
-    process = KeeperProcess.private(max_bytes=max_bytes, max_entries=max_entries)
+    options: list[str] = []
+    if max_bytes is not None:
+        options += ["--max-bytes", str(parse_size(max_bytes, what="max_bytes"))]
+    if max_entries is not None:
+        options += ["--max-entries", str(check_entries(max_entries))]
+    process = KeeperProcess.private(options)
     keeper = Keeper(process.path)
     keeper._process = Owned()
     # At exit too: its process would end by itself, but a connection to it is better closed than cut.
@@ -211,7 +216,13 @@ class KeeperProcess:
             failed.pop_all()
         _running.add(self)
         try:
-            self._wait_until_ready(ready, timeout)
+            poll = select.poll()
+            poll.register(ready, select.POLLIN)
+            if not waiting(poll.poll, timeout * 1000):
+                raise WaitTimeoutError(f"a keeper at {path} was not ready after {timeout:g} s")
+            if not os.read(ready, 4096):
+                said = f"a keeper at {path} ended with status {self.process.wait()}"
+                raise PeerGoneError(f"{said}: {self.said().strip()[-2000:] or 'it said nothing'}")
         except BaseException:
             self.kill()
             raise
@@ -219,23 +230,11 @@ class KeeperProcess:
             os.close(ready)
 
     @classmethod
-    def private(
-        cls,
-        *,
-        max_bytes: int | str | None = None,
-        max_entries: int | None = None,
-        options: Sequence[str] = (),
-    ) -> Self:
+    def private(cls, options: Sequence[str] = ()) -> Self:
         """Start one that only this user can reach, in a directory of its own."""
-        arguments = [*options, "--own-directory"]
-        if max_bytes is not None:
-            arguments += ["--max-bytes", str(parse_size(max_bytes, what="max_bytes"))]
-        if max_entries is not None:
-            arguments += ["--max-entries", str(check_entries(max_entries))]
-        check_platform()
         directory = make_directory(PRIVATE, _short_place())
         try:
-            made = cls(os.path.join(directory, "keeper.sock"), arguments)
+            made = cls(os.path.join(directory, "keeper.sock"), [*options, "--own-directory"])
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -261,16 +260,6 @@ class KeeperProcess:
     def pid(self) -> int:
         """Its process id."""
         return self.process.pid
-
-    def _wait_until_ready(self, ready: int, timeout: float) -> None:
-        poll = select.poll()
-        poll.register(ready, select.POLLIN)
-        if not waiting(poll.poll, timeout * 1000):
-            raise WaitTimeoutError(f"a keeper at {self.path} was not ready after {timeout:g} s")
-        if not os.read(ready, 4096):
-            self.process.wait()
-            said = self.said().strip()[-2000:] or "it said nothing"
-            raise PeerGoneError(f"a keeper at {self.path} ended with status {self.process.returncode}: {said}")
 
     def said(self) -> str:
         """Return its standard error so far, also after it ended."""
@@ -302,7 +291,7 @@ class KeeperProcess:
 def private_socket(options: Sequence[str] = ()) -> Iterator[str]:
     """Run a private keeper for the length of a ``with`` block, and yield the path of its socket."""
     owner = os.getpid()
-    keeper = KeeperProcess.private(options=options)
+    keeper = KeeperProcess.private(options)
     try:
         yield keeper.path
     finally:

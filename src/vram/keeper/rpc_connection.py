@@ -194,15 +194,14 @@ class RpcConnection:
         self, kind: type[_R], request: Callable[..., m.Request], *fields: object, fds: Sequence[int] = ()
     ) -> _R:
         """Make a request of the fields behind its number, and return its reply, which is to be of a kind."""
-        reply, _ = self._converse(request(next(self._numbers), *fields), fds, self.grace)
+        reply, _ = self._converse(request(next(self._numbers), *fields), fds, time.monotonic() + self.grace)
         if type(reply) is not kind:
             raise self._protocol_error(reply)
         return reply
 
     @shielded
-    def _converse(self, request: m.Request, fds: Sequence[int], timeout: float | None) -> tuple[m.Reply, list[int]]:
+    def _converse(self, request: m.Request, fds: Sequence[int], deadline: float | None) -> tuple[m.Reply, list[int]]:
         """Send a request and wait for its reply and descriptors; a reply that is an error is raised."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         bell = threading.Lock()
         bell.acquire()
         call = Call(self, request, bell.release, fds)
@@ -216,9 +215,10 @@ class RpcConnection:
             self._watch.modify(self._fd, 0)  # the reading thread looks away
         try:
             self._send(call, deadline)
-            left = timeout
             while True:
-                seconds = _NAP if left is None else min(left, _NAP)
+                seconds = _NAP if deadline is None else min(_NAP, deadline - time.monotonic())
+                if seconds <= 0:
+                    raise self._timed_out()
                 if not reads:
                     waiting(bell.acquire, True, seconds)
                 elif waiting(poller.poll, seconds * 1000):
@@ -226,9 +226,6 @@ class RpcConnection:
                 if call.answers:
                     break
                 self.look(call, deadline)
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise self._timed_out()
         except BaseException as error:
             self.give_up(call, is_late=isinstance(error, VramError) or type(request) is m.Cancel)
             raise
@@ -257,7 +254,7 @@ class RpcConnection:
             self._flush()
             if not is_late and self._failure is None:
                 with contextlib.suppress(VramError, OSError):
-                    self._converse(m.Cancel(next(self._numbers), call.number), (), CANCEL)
+                    self._converse(m.Cancel(next(self._numbers), call.number), (), time.monotonic() + CANCEL)
 
     def _drop_answer(self, call: Call) -> None:
         with contextlib.suppress(IndexError):
