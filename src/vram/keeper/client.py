@@ -33,7 +33,7 @@ from ..sharing.parcels import Collector, Sender
 from ..spec import HandleKind, check_timeout
 from . import messages as m
 from .failures import no_keeper
-from .paths import find_path
+from .paths import ENVIRONMENT, find_path
 from .rpc_connection import Call, RpcConnection
 from .rules import (
     HANDSHAKE,
@@ -512,8 +512,10 @@ _connecting: dict[str, threading.RLock] = {}
 def client(path: str | None = None, *, label: str = "", timeout: float = HANDSHAKE) -> KeeperClient:
     """Return this process's one connection to the keeper at `path`, made anew after a fork or another keeper's start.
     `label` is said once a connection, so another one is refused. `timeout` is the seconds to connect and be greeted."""
-    found, _ = find_path(path)
-    existing = _clients.get(found)
+    named = os.environ.get(ENVIRONMENT, "") if path is None else path
+    existing = _clients.get(named)  # as it is mostly named: by an absolute path
+    found = find_path(path)[0] if existing is None else existing.path
+    existing = existing or _clients.get(found)
     if existing is not None and existing.is_usable:
         return _labelled(existing, label) if label else existing
     return _connected(path, found, label, timeout)

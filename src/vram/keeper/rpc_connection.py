@@ -165,10 +165,9 @@ class RpcConnection:
         """Whether this is the process that connected and, as far as is known, the keeper is still there."""
         if self._pid != os.getpid() or self._failure is not None:
             return False
-        try:
-            return not self._channel.is_gone()
-        except ClosedError:
-            return False
+        poller = select.poll()
+        poller.register(self._fd, 0)  # hang-up and errors are always told
+        return not poller.poll(0) and self._failure is None  # else the descriptor may be another file's by now
 
     @shielded
     def close(self) -> None:
