@@ -22,7 +22,6 @@ from ..errors import (
     NotFoundError,
     ProtocolError,
     UsageError,
-    VramError,
     WaitTimeoutError,
 )
 from ..lifetime import shielded, stuck, take, waiting
@@ -339,11 +338,13 @@ class KeeperClient(RpcConnection):
         except NotFoundError:
             return []
 
-    def _leased_by(self, reply: m.Reply | VramError, first: list[int], deadline: float | None = None) -> Attachment:
+    def _leased_by(self, reply: m.Reply, first: list[int] | None, deadline: float | None = None) -> Attachment:
         """Return the lease that a reply grants, once all of its descriptors have come, before a deadline. Raises an
         error that it is."""
+        if first is None or isinstance(reply, m.Error):
+            raise self._refused(reply)
         if not isinstance(reply, m.Attached):
-            raise reply if isinstance(reply, VramError) else self._protocol_error(reply)
+            raise self._protocol_error(reply)
         entry, fds = reply.entry, first
         total = len(entry.segments) + entry.manifest_fd
         try:

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -52,22 +51,19 @@ if TYPE_CHECKING:
     from ..sharing.channel import Credentials
     from .background import Subscription
 
-_LENDER_GONE = (
-    "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
-    "unless it was asked back before. Borrow again when somebody lends there"
-)
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
 _R = TypeVar("_R", bound=msgspec.Struct)
-Answer = tuple["m.Reply | VramError", list[int]]  # what it grants is used by its holder, or given back
+# A reply and its descriptors, None if there was no room for them: its holder uses what it grants, or gives it back.
+Answer = tuple["m.Reply", "list[int] | None"]
 
 
 class Call:
     """A request, and the answer once the thread that reads has put it there: the thread that takes it out has it.
     `ring` is called in any thread when there is something to see: the answer, a failure, or another keeper."""
 
-    __slots__ = ("answers", "fds", "generation", "number", "payload", "ring")
+    __slots__ = ("answers", "fds", "generation", "is_given_up", "number", "payload", "ring")
 
     def __init__(
         self, connection: RpcConnection, request: m.Request, ring: Callable[[], object], fds: Sequence[int] = ()
@@ -78,6 +74,7 @@ class Call:
         self.ring = ring
         self.generation = -1  # of the keeper that it was sent to last
         self.answers: list[Answer] = []
+        self.is_given_up = False
         connection._calls[self.number] = self
 
 
@@ -88,17 +85,12 @@ class RpcConnection:
     lends = ""
     grace = REQUEST
 
-    lost_message = (
-        "the keeper at {path} is gone; what is mapped stays, its leases are over, and what it kept has to be "
-        "published again; {advice}"
-    )
-
     def __init__(self, channel: Channel, path: str, label: str, welcome: m.Welcome) -> None:
         self.path = path
         self.label = label
         self.server_pid = welcome.pid
         if welcome.lends:
-            self.lends, self.grace, self.lost_message = welcome.lends, LENDER_REQUEST, _LENDER_GONE
+            self.lends, self.grace = welcome.lends, LENDER_REQUEST
         channel.only_memory = True
         self._channel = channel
         self._pid = os.getpid()
@@ -154,7 +146,15 @@ class RpcConnection:
 
     def lost(self) -> str:
         """Say that the other side is gone, and what to do."""
-        return self.lost_message.format(path=self.path, advice=how_to_start(self.path))
+        if self.lends:
+            return (
+                f"the lender at {self.path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool "
+                f"is undefined, unless it was asked back before. Borrow again when somebody lends there"
+            )
+        return (
+            f"the keeper at {self.path} is gone; what is mapped stays, its leases are over, and what it kept has to be "
+            f"published again; {how_to_start(self.path)}"
+        )
 
     def server(self) -> Credentials:
         """Return who listened when this connected, as the kernel says."""
@@ -233,8 +233,8 @@ class RpcConnection:
                 self._watch.modify(self._fd, select.EPOLLIN)
                 self._turn.release()
         reply, received = call.answers.pop()
-        if isinstance(reply, VramError):
-            raise reply
+        if type(reply) is m.Error or received is None:
+            raise self._refused(reply)
         return reply, received
 
     def look(self, call: Call, deadline: float | None = None) -> None:
@@ -246,7 +246,7 @@ class RpcConnection:
         """End a call whose caller waits no longer: the keeper is told, and what it grants is given back. Unless it
         `is_late`, wait a moment for the keeper's word: it answers in order, so what was granted has come back then."""
         if self._calls.pop(call.number, None) is None:
-            call.ring = partial(self._drop_answer, call)  # first: the thread that is about to deliver it rings then
+            call.is_given_up = True  # first: the thread that is about to deliver the answer looks afterwards
             self._drop_answer(call)
         elif call.generation >= 0:
             self._unsaid.append(m.Cancel(0, call.number))
@@ -259,13 +259,13 @@ class RpcConnection:
         with contextlib.suppress(IndexError):
             self._drop(*call.answers.pop())
 
-    def _drop(self, reply: m.Reply | VramError, fds: list[int]) -> None:
+    def _drop(self, reply: m.Reply, fds: list[int] | None) -> None:
         """Give back what a reply grants that nobody uses. Never waits."""
         if isinstance(reply, m.Attached):
             self.release_later(reply.lease)
         elif isinstance(reply, m.Claimed):
             self.release_later(reply.claim)
-        close_fds(fds)
+        close_fds(fds or [])
 
     # -- sending ----------------------------------------------------------------------------------------------------
     def _lock(self, until: float) -> None:
@@ -362,7 +362,9 @@ class RpcConnection:
         if call is not None:
             if number > self._heard:
                 self._heard = number
-            call.answers.append((reply, fds) if type(reply) is not m.Error and not lost else self._error(reply))
+            call.answers.append((reply, None if lost else fds))
+            if call.is_given_up:
+                self._drop_answer(call)
             try:  # noqa: SIM105  (as _ring() does, in a call less)
                 call.ring()
             except RuntimeError:
@@ -381,14 +383,6 @@ class RpcConnection:
             self._recovered(reply)
         else:  # of a call that was given up, or the greeting of a keeper that follows another
             self._drop(reply, fds)
-
-    def _error(self, reply: m.Reply) -> Answer:
-        """Return the error that a reply is, or that it had descriptors and there was no room."""
-        if isinstance(reply, m.Error):
-            return raised(reply), []
-        self._drop(reply, [])
-        what = f"receiving descriptors from the keeper at {self.path}"
-        return DriverError(what, errno.EMFILE, "EMFILE", descriptor_limit()), []
 
     def _recovered(self, reply: m.Recovered) -> None:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait sent again."""
@@ -468,6 +462,14 @@ class RpcConnection:
 
     def _timed_out(self) -> WaitTimeoutError:
         return WaitTimeoutError(f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time")
+
+    def _refused(self, reply: m.Reply) -> VramError:
+        """Return the error that a reply is, or that it had descriptors and there was no room for them."""
+        if isinstance(reply, m.Error):
+            return raised(reply)
+        self._drop(reply, None)
+        what = f"receiving descriptors from the keeper at {self.path}"
+        return DriverError(what, errno.EMFILE, "EMFILE", descriptor_limit())
 
     def _protocol_error(self, reply: object) -> VramError:
         return self._fail(ProtocolError(f"the keeper at {self.path} answered {type(reply).__name__} out of turn"))
