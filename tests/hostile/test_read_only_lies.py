@@ -161,8 +161,8 @@ def test_s8_a_keeper_refuses_memory_that_its_publisher_can_go_on_writing(kept: v
 @pytest.fixture
 def client() -> Iterator[Nobody]:
     one, other = Channel.pair()
-    with one, other:
-        yield Nobody(one)
+    with one, other, Nobody(one) as client:
+        yield client
 
 
 def lease(client: Nobody, fd: int, access: str, *, writable: bool = False) -> Lease:
