@@ -118,7 +118,7 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
         "attach": 3,
         "handover": 2,
         "share": 8,
-        "engine": 10,
+        "engine": 13,
         "weights": 2,
         "keeper": 2,
         "allreduce": 0,

@@ -201,7 +201,7 @@ def _prepare(lease: Lease, newest: bool, timeout: float | None, patience: float 
             from .reading import words_of
 
             words = words_of(attachment.fds[-1], lease.name)
-        listening = lease._hears().listen_anew(lease, client, attachment.lease_id)
+        listening = lease._hears().listen_anew(lease, client, attachment.version)
         return Ready(lease, client, attachment, manifest, words, listening)
     except BaseException:
         client.give_back(attachment)

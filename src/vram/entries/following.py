@@ -101,7 +101,7 @@ def newest(lease: Lease) -> tuple[KeeperClient, Attachment] | None:
     lease.handle  # noqa: B018
     client = lease._client
     try:
-        if not client.is_stale(lease._attachment):
+        if not client.is_stale(lease._leased):
             return None
     except PeerGoneError:
         client, _ = reconnect(lease)

@@ -93,6 +93,12 @@ class Lease(Owned, Mapping[str, Array]):
         """Bytes of memory mapped under this lease."""
         return sum(region.mapped for region in self._regions)
 
+    @property
+    def _leased(self) -> Attachment:
+        """What it was granted by. Raises AsleepError if it was given back as it fell asleep."""
+        self._return.lease_id  # noqa: B018
+        return self._attachment
+
     # -- Mapping ------------------------------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
         """Return the array of that name, without a copy."""
@@ -236,7 +242,7 @@ class Lease(Owned, Mapping[str, Array]):
         """
         self.handle  # noqa: B018
         with contextlib.suppress(PeerGoneError):
-            return self._client.is_stale(self._attachment)
+            return self._client.is_stale(self._leased)
         from .following import reconnect  # few keepers end
 
         reconnect(self)
@@ -258,7 +264,7 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018
         news = self._hears()
         if news.signal is None:
-            news.signal = self._client.signal((self.name, self.version))
+            news.signal = self._client.signal((self._leased.name, self.version))
         return news.signal.fileno()
 
     @shielded
@@ -521,7 +527,7 @@ class Lease(Owned, Mapping[str, Array]):
         if not self._revoked:
             self.handle  # noqa: B018
             try:
-                self._revoked = self._client.is_revoked(self._attachment)
+                self._revoked = self._client.is_revoked(self._leased)
             except PeerGoneError:
                 if (self.name, self.version) not in self._client.taken_back:
                     from .following import reconnect  # as in is_stale

@@ -41,7 +41,8 @@ class News:
         told: Any = functools.partial(tell, callback)
         take(self.moving)  # a callback that comes meanwhile is for the version that the lease goes on to
         try:
-            self.subscriptions.append(lease._client.watch((lease.name, lease.version), lease, told, of_all=of_all))
+            key = lease._leased.name, lease.version
+            self.subscriptions.append(lease._client.watch(key, lease, told, of_all=of_all))
             self.callbacks.append((told, of_all))
         finally:
             self.moving.release()

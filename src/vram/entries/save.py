@@ -18,7 +18,7 @@ from .keepers import TIMEOUT
 from .publish_file import FILE_META, OURS, Saved
 
 if TYPE_CHECKING:
-    from ..keeper.reference import Keeper
+    from ..keeper.private import Keeper
     from .lease import Lease
 
 _SHARD = "5GiB"
