@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from tests.support.connections import close_clients
 from tests.support.deadlines import SOON, until
 from tests.support.forked import end_of, refused
+from tests.support.impostors import impostor
 from tests.support.keeper_here import later
 from tests.support.limits import limited
 from tests.support.memfds import READ_ONLY, WRITABLE, memfds
@@ -38,6 +40,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
+from vram.keeper import messages as m
 from vram.keeper.background import Signal
 from vram.keeper.client import Attachment, KeeperClient, Segment, client, close_client
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
@@ -550,3 +553,34 @@ def test_memory_of_a_gpu_is_a_descriptor_of_its_driver(one: KeeperClient) -> Non
         one.publish("gpu", [Segment(4096, 1, "GPU-1")], fds)
     assert [entry.name for entry in one.list()] == ["gpu"]
     one.remove("gpu")
+
+
+def test_a_client_that_has_no_room_to_send_reads_what_comes() -> None:
+    """A keeper reads nothing from a client that does not read: neither may wait for the other."""
+    begin = threading.Event()
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
+        begin.wait(SOON)
+        for number in range(3000):
+            channel.send(m.encode(m.Notice(0, "w" * 200, number, "replaced", 0)), timeout=SOON)
+        while True:
+            request = m.decode_request(channel.recv(timeout=SOON)[0])
+            if request.call:
+                channel.send(m.encode(m.Done(request.call)), timeout=SOON)
+                return
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client:
+        for number in range(20_000):
+            client.release_later(number)  # more than there is room for
+        send = client._send
+
+        def send_now(*arguments: Any) -> None:
+            begin.set()  # this thread has the turn to read
+            send(*arguments)
+
+        client._send = send_now  # type: ignore[method-assign]
+        began = time.monotonic()
+        client.release([1])
+        assert time.monotonic() - began < SOON / 2

@@ -421,6 +421,7 @@ def _lay_out(
 
 # -- a file -----------------------------------------------------------------------------------------------------------
 def path_of(path: str | os.PathLike[str]) -> str:
+    """Return a path as a string."""
     try:
         return os.fsdecode(os.fspath(path))
     except TypeError:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .background import Subscription
 
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
+_MEANWHILE = 0.01  # seconds that what comes is waited for, while there is no room to send
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -107,6 +108,7 @@ class RpcConnection:
         self._generation = 0  # how many keepers went on for another
         self._unsaid: deque[m.Release | m.Cancel] = deque()
         self._said: deque[tuple[int, bytes]] = deque()
+        self._came: deque[tuple[bytes, list[int], bool]] = deque()  # taken while sending, by who has the turn to read
         self._sent = self._heard = 0  # the highest numbers of calls that were sent, and that were answered
         # The thread that reads while no caller does. It has the connection only while there is a message.
         self._watch = select.epoll(1)  # of that thread, which a caller that reads asks to look away
@@ -275,8 +277,36 @@ class RpcConnection:
                 f"this thread is in the middle of sending to the keeper at {self.path}, which a signal handler or "
                 f"finalizer interrupted: do it after that call, or in another thread"
             )
-        if not (self._sending.acquire(False) or take(self._sending, max(0.0, until - time.monotonic()))):
-            raise self._timed_out()  # another thread of this process waits to send
+        while not self._sending.acquire(False):  # another thread of this process sends
+            if self._turn._is_owned():  # type: ignore[attr-defined]
+                self._take_meanwhile()
+                is_late = time.monotonic() > until
+            elif take(self._sending, max(0.0, until - time.monotonic())):
+                return
+            else:
+                is_late = True
+            if is_late:
+                raise self._timed_out()
+
+    def _push(self, payload: bytes, fds: Sequence[int], until: float) -> None:
+        """Send a message before a time, with the lock for sending. A keeper that nobody reads from reads nothing: who
+        has the turn to read takes what comes meanwhile."""
+        while self._turn._is_owned():  # type: ignore[attr-defined]
+            try:
+                return self._channel.send(payload, fds, timeout=0.0)
+            except WaitTimeoutError:
+                if time.monotonic() > until:
+                    raise
+                self._take_meanwhile()
+        return self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()))
+
+    def _take_meanwhile(self) -> None:
+        """Take a message off the socket, if one comes soon, for :meth:`_hear` to deliver."""
+        if self._channel.wait(_MEANWHILE):
+            try:
+                self._came.append((*self._channel.take(timeout=0.0), False))
+            except DescriptorsLostError as error:
+                self._came.append((error.payload, [], True))
 
     def _send(self, call: Call, deadline: float | None = None) -> None:
         """Send a call before a deadline (``time.monotonic``), or send it again; what this raises was not sent."""
@@ -292,7 +322,7 @@ class RpcConnection:
         try:
             if self._unsaid:
                 self._say(until)
-            self._channel.send(call.payload, call.fds, timeout=max(0.0, until - time.monotonic()))
+            self._push(call.payload, call.fds, until)
             call.generation = self._generation
             if call.number > self._sent:
                 self._sent = call.number
@@ -302,6 +332,8 @@ class RpcConnection:
             self._sending.release()
             if self._unsaid:  # by a finalizer that found the lock taken
                 self._flush()
+            while self._came and self._turn._is_owned():  # type: ignore[attr-defined]
+                self._hear(0)
 
     @shielded
     def release_later(self, lease_id: int) -> None:
@@ -327,7 +359,7 @@ class RpcConnection:
             self._said.popleft()
         while self._unsaid:
             payload = m.encode(self._unsaid[0])
-            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
+            self._push(payload, (), until)
             self._said.append((self._sent, payload))
             self._unsaid.popleft()  # only now: what is said twice does no harm
 
@@ -337,7 +369,10 @@ class RpcConnection:
         lost = False
         try:
             try:
-                payload, fds = self._channel.take(timeout=seconds)
+                if self._came:
+                    payload, fds, lost = self._came.popleft()
+                else:
+                    payload, fds = self._channel.take(timeout=seconds)
             except DescriptorsLostError as error:  # a matter of one call, not of the connection
                 payload, fds, lost = error.payload, [], True
             reply = m.decode_reply(payload)
@@ -388,39 +423,27 @@ class RpcConnection:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait sent again."""
         self.server_pid = reply.pid
         until = time.monotonic() + REQUEST
-        came: list[tuple[bytes, list[int]]] = []
-
-        def say(payload: bytes) -> None:
-            while True:
-                try:
-                    return self._channel.send(payload, timeout=0.0)
-                except WaitTimeoutError:
-                    if time.monotonic() > until:
-                        raise
-                    if self._channel.wait(until - time.monotonic()):  # a keeper that nobody reads from reads nothing
-                        came.append(self._channel.take(timeout=0.0))
-
         try:
             self._lock(until)
             try:
                 for payload in [said for behind, said in self._said if behind >= self._heard]:
-                    say(payload)
+                    self._push(payload, (), until)
                 for one in list(self._unsaid):  # it is said once more later, but has to come before what follows
-                    say(m.encode(one))
+                    self._push(m.encode(one), (), until)
                 last = next(self._numbers)
-                say(m.encode(m.Repeating(0, reply.keeper, min(list(self._calls), default=last), last)))
+                repeating = m.Repeating(0, reply.keeper, min(list(self._calls), default=last), last)
+                self._push(m.encode(repeating), (), until)
                 self._generation += 1  # from now on the calls that wait are sent
                 # News that did not arrive. A watch that was not accepted yet is a call, which is sent again.
                 for key in {one.key for one in list(self.subscriptions) if one.is_accepted}:
-                    say(m.encode(m.Watch(0, *key)))
+                    self._push(m.encode(m.Watch(0, *key)), (), until)
             finally:
                 self._sending.release()
         except VramError:  # half of it was said: that keeper would heed no call any more
             self._fail(PeerGoneError(f"the next keeper at {self.path} was not told of all calls"))
             return
         self._flush()
-        for message in came:
-            self._channel.put_back(message)
+        while self._came:
             self._hear(0)
         for call in list(self._calls.values()):
             _ring(call)
