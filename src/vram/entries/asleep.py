@@ -21,7 +21,7 @@ from ..memory.backups import LentBackup
 from ..memory.sleep import sleep_regions, wake_regions
 from ..open_files import close_fds
 from ..sharing.descriptor import Manifest
-from ..sharing.mapping import not_memory, receive_memory
+from ..sharing.mapping import not_memory, receive
 from ..spec import check_timeout
 from .following import alone, move, reconnect
 from .keepers import TIMEOUT
@@ -191,9 +191,8 @@ def _prepare(lease: Lease, newest: bool, timeout: float | None, patience: float 
         whole = manifest if numbers is None else read_manifest(client, attachment)
         memories = memories_of(attachment, whole, numbers)
         for row, (memory, _, fds) in zip(lease._asleep or (), memories, strict=True):
-            _, given = receive_memory(
-                memory, fds, sealed=not attachment.writable, until=until, updatable=manifest.updatable
-            )
+            is_sealed = memory.device == "host" and not attachment.writable
+            given = receive(memory.segments, fds, until, sealed=is_sealed, updatable=manifest.updatable)
             for backup in row.values():
                 backup.given = given
         words = None
@@ -320,4 +319,4 @@ def reattach_all(*, timeout: float | None = TIMEOUT, wait_for_memory: float | No
 
 
 def _open_leases() -> list[Lease]:
-    return [lease for lease in list(leases) if not lease.is_closed]
+    return [lease for lease in list(leases.values()) if not lease.is_closed]

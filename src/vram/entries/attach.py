@@ -128,7 +128,7 @@ def attach(
     UnsupportedError
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
-    shared = wire_access(access)
+    shared = access if type(access) is str and access == "r" else wire_access(access)  # as nearly all ask
     if growing is not False:
         growing = check_flag(growing, "growing")
     if only is not None:

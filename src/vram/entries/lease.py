@@ -65,7 +65,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._pages: list[Page] = []  # one, once there was a section; the same list for all leases on one mapping
         self._asleep: Rows | None = None
         self._claim = claim
-        leases.add(self)
+        leases[id(self)] = self
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _W = TypeVar("_W")  # a memory as a whole
 _P = TypeVar("_P")  # an array in it
 
-leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # of this process
+leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()  # of this process, by id()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=leases.clear)  # they are the parent's
 

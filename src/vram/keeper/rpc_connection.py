@@ -322,7 +322,10 @@ class RpcConnection:
         try:
             if self._unsaid:
                 self._say(until)
-            self._push(call.payload, call.fds, until)
+            try:
+                self._channel.send(call.payload, call.fds, timeout=0.0)
+            except WaitTimeoutError:  # few have to wait, and a call costs more
+                self._push(call.payload, call.fds, until)
             call.generation = self._generation
             if call.number > self._sent:
                 self._sent = call.number
@@ -359,7 +362,10 @@ class RpcConnection:
             self._said.popleft()
         while self._unsaid:
             payload = m.encode(self._unsaid[0])
-            self._push(payload, (), until)
+            try:
+                self._channel.send(payload, timeout=0.0)
+            except WaitTimeoutError:
+                self._push(payload, (), until)
             self._said.append((self._sent, payload))
             self._unsaid.popleft()  # only now: what is said twice does no harm
 

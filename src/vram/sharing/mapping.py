@@ -63,7 +63,8 @@ def map_memory(
     """Map a checked description over lent descriptors; `growing` reserves the owner's whole capacity, for growth in
     place. `sealed` memory of the host must really be so (`updatable`: against new writable mappings), or ProtocolError.
     `until` (``time.monotonic``) bounds the wait for a pending seal."""
-    location, received = receive_memory(memory, fds, sealed=sealed, until=until, updatable=updatable)
+    location = HOST if memory.device == "host" else location_of(memory.device)
+    received = receive(memory.segments, fds, until, sealed=sealed and location == HOST, updatable=updatable)
     total = sum([one.nbytes for one in received])
     capacity, private = memory.capacity if growing else total, access == "cow"
     users = () if user is None or location == HOST else (user,)
@@ -76,27 +77,31 @@ def map_memory(
         raise not_memory(error) from None
 
 
-def receive_memory(
-    memory: MemoryDescriptor, fds: Sequence[int], *, sealed: bool, until: float | None, updatable: bool = False
-) -> tuple[Location, list[Received]]:
-    """Return the place of a checked description, and its segments with their descriptors; see :func:`map_memory`."""
-    location = HOST if memory.device == "host" else location_of(memory.device)
-    received = _received(memory.segments, fds, until)
-    for one in received if sealed and location == HOST else ():
+def receive(
+    segments: Sequence[SegmentEntry], fds: Sequence[int], until: float | None, *, sealed: bool = False,
+    updatable: bool = False,
+) -> list[Received]:  # fmt: skip
+    """Put each segment together with its descriptor; see :func:`map_memory`."""
+    if len(segments) != len(fds):
+        raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
+    for segment in segments:
+        if segment.kind != FD:
+            raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
+    for fd in fds if sealed else ():
         # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
         # writes to the memory, who may do so from a page that never comes, and nothing ends that wait.
-        if is_read_only(one.fd) or not is_memory(one.fd):  # what is none, the driver refuses
+        if is_read_only(fd) or not is_memory(fd):  # what is none, the driver refuses
             continue
-        if not (updatable and is_guarded(one.fd)):
+        if not (updatable and is_guarded(fd)):
             raise _not_sealed()
-    return location, received
+    return [Received(fd, segment.nbytes, until=until) for segment, fd in zip(segments, fds, strict=True)]
 
 
 def extend_memory(
     region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int], *, until: float | None = None
 ) -> None:
     """Map what a followed memory has grown by, behind the same address. `fds` are lent; `until` as in map_memory."""
-    more = _received(segments, fds, until)
+    more = receive(segments, fds, until)
     try:
         region.extend(more, region.mapped + sum(one.nbytes for one in more))
     except UsageError as error:
@@ -108,16 +113,6 @@ def _not_sealed() -> ProtocolError:
         "memory that is said to be read-only can still be written by others, its publisher for one: it is not sealed "
         "with F_SEAL_WRITE. Have it published or lent by vram itself, or with writable=True"
     )
-
-
-def _received(segments: Sequence[SegmentEntry], fds: Sequence[int], until: float | None) -> list[Received]:
-    """Put each segment together with its descriptor."""
-    if len(segments) != len(fds):
-        raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
-    for segment in segments:
-        if segment.kind != FD:
-            raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
-    return [Received(fd, segment.nbytes, until=until) for segment, fd in zip(segments, fds, strict=True)]
 
 
 def not_memory(error: UsageError) -> ProtocolError:
