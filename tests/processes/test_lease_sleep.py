@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
+import select
 import signal
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,7 @@ from vram.errors import (
 
 MIB2 = 2 << 20
 GPU = pytest.param("cuda:0", marks=pytest.mark.standin)
-pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]
+pytestmark = [pytest.mark.usefixtures("kept", "hand_over"), pytest.mark.filterwarnings("default::DeprecationWarning")]
 everywhere = pytest.mark.parametrize("device", ["host", GPU])
 
 
@@ -214,6 +217,36 @@ class TestMeanwhile:
             assert lease.wake() == lease.version
             assert seen(lease) == {3}
 
+    def test_news_of_the_same_version_is_heard_once_and_at_the_same_descriptor(self) -> None:
+        publish("host")
+        with vram.attach("w") as lease:
+            told: list[int] = []
+            lease.on_revoke(lambda one: (told.append(one.version), one.sleep(), one.wake()))
+            fd = lease.fileno()
+            lease.sleep()
+            lease.wake()
+            assert lease.fileno() == fd
+            assert select.select([fd], [], [], 0)[0] == []
+            vram.revoke("w", timeout=0.0)
+            until(lambda: told != [] and lease.nbytes > 0, what="the callback")
+            assert select.select([fd], [], [], SOON)[0] == [fd]
+            lease.sleep()
+            lease.wake()
+            assert (told, lease.is_revoked()) == ([lease.version], True)
+
+    def test_a_slice_is_pickled_as_what_it_shows(self) -> None:
+        publish("host")
+        with vram.attach("w") as lease, vram.attach("w") as other:
+            part, whole = lease["a"][1], lease["a"]
+            lease.sleep()
+            publish("host", 2)
+            lease.wake(newest=True)
+            assert int(part.to_host()[0]) == 2
+            for array in (part, whole):
+                again = pickle.loads(ForkingPickler.dumps(array))
+                assert int(again.to_host().flat[0]) == 2
+            assert seen(other) == {1}
+
     def test_callbacks_go_on_with_the_version_it_wakes_on(self) -> None:
         publish("host")
         with vram.attach("w") as lease:
@@ -248,6 +281,32 @@ class TestUpdates:
             lease.wake()
             with lease.reading() as number:
                 assert (number, seen(lease)) == (3, {6})
+        vram.remove("w")
+
+    def test_a_section_that_was_made_before_is_not_entered(self) -> None:
+        publish("host", updatable=True)
+        with vram.attach("w") as lease:
+            with lease.reading():
+                pass
+            section, other = lease.reading(), lease.reading()
+            lease.sleep()
+            with pytest.raises(AsleepError, match=r"lease\.wake\(\)"):
+                section.__enter__()
+            with vram.update("w", timeout=SOON):
+                pass
+            lease.wake()
+            with pytest.raises(AsleepError):  # of the pages of then
+                other.__enter__()
+            with lease.reading() as number:
+                assert number == 2
+        vram.remove("w")
+
+    def test_threads_that_read_and_one_that_sleeps_never_meet(self) -> None:
+        """What a section would read were it let in while the memory goes ends the process."""
+        publish("host", updatable=True)
+        with child(children.read_and_sleep, "w") as racer:
+            assert racer.said() > 10
+            racer.tell()
         vram.remove("w")
 
 
@@ -372,7 +431,12 @@ class TestTheKeeperDies:
             lease = vram.attach("w")
             view = lease["a"].numpy()
             lease.sleep()
+            other = vram.attach("w")
             process.kill()
+            with pytest.raises(PeerGoneError):  # nobody would have the bytes
+                other.sleep(release=True)
+            assert seen(other) == {1}
+            other.close()
             with pytest.raises(PeerGoneError):
                 lease.wake()
             with pytest.raises(PeerGoneError):
@@ -430,6 +494,18 @@ class TestAllOfAProcess:
                 assert ([seen(one) for one in leases], set(np.unique(view))) == ([{7}, {8}], {7})
                 for lease in leases:
                     lease.close()
+
+    def test_arrays_of_leases_that_are_closed_are_named(self) -> None:
+        publish("host")
+        lease = vram.attach("w")
+        kept = vram.attach("w").keep_only("a")
+        with pytest.raises(BusyError, match="lease on 'w'"):
+            vram.detach_all()
+        assert (seen(lease), int(kept.to_host()[0, 0])) == ({1}, 1)
+        kept.close()
+        assert vram.detach_all() == 3 * MIB2
+        vram.reattach_all()
+        lease.close()
 
     def test_all_of_them_or_none(self) -> None:
         publish("host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ from tests.support.deadlines import SOON
 from tests.support.save_children import save_and_die
 
 import vram
-from vram.errors import AsleepError, BackupError, NotFoundError, UsageError
+from vram.errors import AsleepError, BackupError, BusyError, NotFoundError, UsageError
 
 pytestmark = pytest.mark.usefixtures("kept")
 GPU = pytest.param("cuda:0", marks=pytest.mark.standin)
@@ -92,7 +93,7 @@ def test_a_folder_is_saved_into_again_and_other_files_stay(tmp_path: Path) -> No
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    for number, shard in enumerate(["5GiB", "1KiB", "1KiB", "5GiB", "1KiB"]):
+    for number, shard in enumerate(["5GiB", 300, 300, "5GiB", 300]):
         publish(value=number)
         saved = vram.save("w", folder, shard=shard)
         assert {*map(os.path.basename, saved), "config.json"} == set(os.listdir(folder))
@@ -100,13 +101,13 @@ def test_a_folder_is_saved_into_again_and_other_files_stay(tmp_path: Path) -> No
         check("again", number)
 
 
-@pytest.mark.parametrize(("before", "after"), [("5GiB", "5GiB"), ("1KiB", "1KiB"), ("5GiB", "1KiB"), ("1KiB", "5GiB")])
-def test_killed_at_any_step_one_of_the_two_is_there_whole(tmp_path: Path, before: str, after: str) -> None:
+@pytest.mark.parametrize(("before", "after"), [("5GiB", "5GiB"), (300, 300), ("5GiB", 300), (300, "5GiB")])
+def test_killed_at_any_step_one_of_the_two_is_there_whole(tmp_path: Path, before: int | str, after: int | str) -> None:
     publish(value=1)
     vram.save("w", tmp_path / "out", shard=before)
     publish(value=2)
     seen: set[int] = set()
-    for stop_at in range(0, 200, 1 if before == after == "5GiB" else 5):
+    for stop_at in range(0, 200, 1 if after == "5GiB" else 4):
         with child(save_and_die, str(tmp_path / "out"), after, stop_at, may_end=False) as saver:
             try:
                 is_over = saver.said() == "saved"
@@ -124,22 +125,72 @@ def test_killed_at_any_step_one_of_the_two_is_there_whole(tmp_path: Path, before
             vram.save("w", tmp_path / "out", shard=before)
             publish(value=2)
     assert seen == {1, 2}
+    assert not [one for one in os.listdir(tmp_path / "out") if one.endswith(".part")], "the next save takes them away"
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     publish(value=1)
     for to in (tmp_path / "m.safetensors", tmp_path / "out"):
-        vram.save("w", to, shard="1KiB")
+        vram.save("w", to)
         before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
         publish(value=2)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1100, limits[1]))
         try:
             with pytest.raises(BackupError, match="cannot be written: File too large"):
-                vram.save("w", to, shard="1KiB")
+                vram.save("w", to, shard=300)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+
+
+def test_a_folder_loses_no_file_that_is_not_of_its_model(tmp_path: Path) -> None:
+    publish()
+    vram.save("w", tmp_path)
+    names = {"a": "model.safetensors", "b": "config.json", "c": "../outside", "d": "tokenizer.json"}
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    vram.save("w", tmp_path)
+    assert set(os.listdir(tmp_path)) == {"model.safetensors", "config.json", "tokenizer.json"}
+    for other in ("other.safetensors", "model.fp16.safetensors.index.json"):
+        (tmp_path / other).touch()
+        with pytest.raises(UsageError, match=other):
+            vram.save("w", tmp_path, shard=300)
+        (tmp_path / other).unlink()
+    assert set(os.listdir(tmp_path)) == {"model.safetensors", "config.json", "tokenizer.json"}
+
+
+def test_one_saves_into_a_folder_at_a_time(tmp_path: Path) -> None:
+    publish()
+    lock = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match="saving into it"):
+            vram.save("w", tmp_path)
+    finally:
+        os.close(lock)
+    vram.save("w", tmp_path)
+
+
+def test_a_file_keeps_its_mode_and_a_link_what_it_stands_for(tmp_path: Path) -> None:
+    publish()
+    (file,) = vram.save("w", tmp_path / "real.safetensors")
+    os.chmod(file, 0o600)
+    (tmp_path / "link.safetensors").symlink_to(file)
+    publish(value=2)
+    vram.save("w", tmp_path / "link.safetensors")
+    assert (tmp_path / "link.safetensors").is_symlink()
+    assert os.stat(file).st_mode & 0o777 == 0o600
+    vram.publish_file("again", file, device="host")
+    check("again", 2)
+
+
+@pytest.mark.parametrize("item", ['{"min_gb": 24}', "[]", "x", '{"form": 2, "meta": {}, "ties": {}}'])
+def test_an_item_of_that_name_that_is_not_ours_is_metadata(tmp_path: Path, item: str) -> None:
+    save_file({"x": np.arange(4)}, tmp_path / "a.safetensors", metadata={"vram": item})
+    vram.publish_file("w", tmp_path / "a.safetensors", device="host")
+    assert json.loads(vram.entry("w").meta["__metadata__"]) == {"vram": item}
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -173,6 +224,15 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     vram.publish("w", {"x": np.zeros(3, "complex128")})
     with pytest.raises(UsageError, match="'x' is of type complex128"):
         vram.save("w", tmp_path / "out")
+    vram.publish("w", {"__metadata__": np.zeros(3)})
+    with pytest.raises(UsageError, match="rename"):
+        vram.save("w", tmp_path / "out")
+    vram.publish("w", {"x": vram.zeros((4, 8), "float6_e2m3fn_packed", device="host")})
+    with pytest.raises(UsageError, match="whole number"):
+        vram.save("w", tmp_path / "out")
+    for wrong in ("", "nul\0x"):
+        with pytest.raises(UsageError, match="no path"):
+            vram.save("w", wrong)
     for wrong in (-1, "many", np.ones(2)):
         with pytest.raises(UsageError):
             vram.save("w", tmp_path / "out", shard=wrong)  # type: ignore[arg-type]

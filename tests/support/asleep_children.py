@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 
 import vram
 from vram.arrays.views import RegionViews
+from vram.errors import AsleepError, BusyError
 from vram.keeper.client import close_client
 
 
@@ -25,6 +28,35 @@ def sleep_and_wake(pipe: Connection, name: str) -> None:
         pipe.send({key: int(lease[key].to_host().flat[0]) for key in lease})
         pipe.recv()
     pipe.send("closed")
+
+
+def read_and_sleep(pipe: Connection, name: str) -> None:
+    """Have two threads read in sections while this one sleeps and wakes; say how often both came about."""
+    counts = [0, 0]
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            with contextlib.suppress(AsleepError), lease.reading():
+                view = lease["a"].numpy()
+                counts[0] += int(view[0, 0]) + int(view[-1, -1]) > 0
+            time.sleep(0.001)  # or there were always somebody inside
+
+    with vram.attach(name) as lease:
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until or min(counts) <= 10:
+            with contextlib.suppress(BusyError):
+                lease.sleep()
+                lease.wake()
+                counts[1] += 1
+        over.set()
+        for thread in threads:
+            thread.join()
+    pipe.send(min(counts))
+    pipe.recv()
 
 
 def tensor_over(array: vram.Array) -> Any:

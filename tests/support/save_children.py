@@ -12,7 +12,7 @@ import vram
 STEPS = ("open", "posix_fallocate", "write", "pwrite", "fsync", "rename", "unlink", "makedirs")
 
 
-def save_and_die(pipe: Connection, path: str, shard: str, stop_at: int) -> None:
+def save_and_die(pipe: Connection, path: str, shard: int | str, stop_at: int) -> None:
     """Save the entry, and be killed right before a step; say that there are no more of them."""
     left = stop_at
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import stat
 import warnings
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ _ALIGNMENT = 64  # bytes, of what has to be moved, and of where a file begins in
 _MOST_OPEN = 256  # files that are kept open from plan() to fill(); of more, each is opened again
 INDEX = ".safetensors.index.json"  # how the name of an index ends
 _BATCH = 64  # files that are read at a time
+_UNNAMED = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")  # a shard of a save whose index did not come
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -224,7 +226,8 @@ def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
         if len(indices) > 1:
             raise UsageError(f"{given!r} has several checkpoints: name one of {', '.join(indices[:5])}")
         if not indices:
-            files = [os.path.join(given, name) for name in names if name.endswith(".safetensors")]
+            names = [name for name in names if name.endswith(".safetensors") and not _UNNAMED.fullmatch(name)]
+            files = [os.path.join(given, name) for name in names]
             if not files:
                 raise MissingFileError(f"there is no .safetensors file in the folder {given!r}")
             return given, files, None

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import NamedTuple
 
 import msgspec
 
-from ..errors import BackupError, UsageError
+from ..errors import BackupError, BusyError, UsageError
 from ..memory import Region
 from .dtypes import dtype_of
 from .file_copy import write_files
 from .weights import INDEX, WORDS
 
 _ALIGNMENT = 64  # bytes, of where the data section begins
+_SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")  # of a model that is replaced
+_PART = re.compile(r"model[-\w.]*\.safetensors(?:\.index\.json)?\.[0-9a-f]{8}\.part")  # of a save that was killed
 
 
 class Tensor(NamedTuple):
@@ -59,42 +63,61 @@ def _shards(names: Sequence[str], tensors: Mapping[str, Tensor], most: int) -> l
 
 
 def _write_folder(folder: str, shards: Sequence[Mapping[str, Tensor]], meta: Mapping[str, str]) -> tuple[str, ...]:
-    """Write shards, then the index, which is what readers go by: before it is there the folder is as it was."""
+    """Write all files, then give them their names. Readers go by the index, or by ``model.safetensors`` where there is
+    none, and pass over shards that no index names: so one rename is what makes the folder another one."""
+    import fcntl  # not on every system where this module is imported
+
     with _failing(folder):
         os.makedirs(folder, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(f"{folder!r}: another process, or thread, is saving into it") from None
+        _check_folder(folder)
+        return _write_locked(folder, shards, meta, lock)
+    finally:
+        os.close(lock)
+
+
+def _write_locked(
+    folder: str, shards: Sequence[Mapping[str, Tensor]], meta: Mapping[str, str], lock: int
+) -> tuple[str, ...]:
     index, whole = os.path.join(folder, f"model{INDEX}"), os.path.join(folder, "model.safetensors")
-    before = _of_index(index)
-    if len(shards) == 1:
-        with _in_place(whole) as fd:
-            _write_one(fd, whole, shards[0], meta)
-        stale, made = [index, *before], [whole]
-    else:
-        save, made = token_hex(4), []
-        for number, shard in enumerate(shards, 1):
-            made.append(os.path.join(folder, f"model-{save}-{number:05}-of-{len(shards):05}.safetensors"))
-            with _in_place(made[-1]) as fd:
-                _write_one(fd, made[-1], shard, meta)
-        weights = {name: os.path.basename(file) for file, shard in zip(made, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        with _in_place(index) as fd, _failing(index):
-            os.write(fd, msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weights}))
-        stale, made = [whole, *before], [*made, index]
-    _flush(folder)
-    for file in stale:
+    save, made = token_hex(4), [whole]
+    if len(shards) > 1:
+        count = len(shards)
+        made = [os.path.join(folder, f"model-{save}-{n:05}-of-{count:05}.safetensors") for n in range(1, count + 1)]
+    with contextlib.ExitStack() as opened:
+        for file, shard in zip(made, shards, strict=True):
+            _write_one(opened.enter_context(_in_place(file)), file, shard, meta)
+        if len(shards) > 1:
+            weights = {name: os.path.basename(file) for file, shard in zip(made, shards, strict=True) for name in shard}
+            total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+            text = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weights})
+            opened.pop_all().close()  # shards first: the index names them
+            made.append(index)
+            with _in_place(index) as fd, _failing(index):
+                os.write(fd, text)
+    with _failing(folder):
+        os.fsync(lock)
+    stale = {one for one in os.listdir(folder) if _SHARD.fullmatch(one) or _PART.fullmatch(one)}
+    stale |= {os.path.basename(index), os.path.basename(whole)}
+    for one in sorted(stale - {os.path.basename(file) for file in made}, reverse=True):  # the index before its shards
         with contextlib.suppress(OSError):
-            os.unlink(file)
+            os.unlink(os.path.join(folder, one))
     return tuple(made)
 
 
-def _of_index(index: str) -> list[str]:
-    """Return the files that an index which is there names, of this folder."""
-    try:
-        with open(index, "rb") as file:
-            found = msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])
-        files = msgspec.json.decode(found["weight_map"], type=dict[str, str]).values()
-    except (OSError, KeyError, msgspec.MsgspecError):
-        return []
-    return [os.path.join(os.path.dirname(index), file) for file in set(files) if os.path.basename(file) == file]
+def _check_folder(folder: str) -> None:
+    """Raise UsageError for files that readers of the folder would take for parts of what is saved."""
+    for one in os.listdir(folder):
+        is_ours = one in ("model.safetensors", f"model{INDEX}") or _SHARD.fullmatch(one)
+        if one.endswith((".safetensors", INDEX)) and not is_ours:
+            raise UsageError(
+                f"{folder!r} has {one!r}, which its readers would take for a part: save into a folder without it"
+            )
 
 
 def _write_one(fd: int, path: str, tensors: Mapping[str, Tensor], meta: Mapping[str, str]) -> None:
@@ -102,7 +125,7 @@ def _write_one(fd: int, path: str, tensors: Mapping[str, Tensor], meta: Mapping[
     at = 0
     for name, one in tensors.items():
         word, packed = WORDS[one.dtype]
-        shape = (*one.shape[:-1], one.shape[-1] * 8 // packed) if packed else one.shape
+        shape: tuple[int, ...] = (*one.shape[:-1], one.shape[-1] * 8 // packed) if packed else one.shape
         header[name] = {"dtype": word, "shape": shape, "data_offsets": (at, at + one.nbytes)}
         at += one.nbytes
     text = msgspec.json.encode(header)
@@ -123,10 +146,13 @@ def _write_one(fd: int, path: str, tensors: Mapping[str, Tensor], meta: Mapping[
 @contextlib.contextmanager
 def _in_place(path: str) -> Iterator[int]:
     """Lend a new file, which takes this name at the end of the block, once its bytes are on the disk."""
+    path = os.path.realpath(path)  # what a link stands for is replaced, and not the link
     made = f"{path}.{token_hex(4)}.part"
     with _failing(path):
         fd = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
+        with contextlib.suppress(FileNotFoundError):  # whoever could not read it before cannot now
+            os.fchmod(fd, stat.S_IMODE(os.stat(path).st_mode))
         yield fd
         with _failing(path):
             os.fsync(fd)
@@ -157,10 +183,17 @@ def _failing(path: str) -> Iterator[None]:
         raise BackupError(f"{path!r} cannot be written: {os.strerror(error.errno or 0)} ({name})") from error
 
 
-def check_types(dtypes: Mapping[str, str]) -> None:
-    """Raise UsageError for the name of an array whose type the format does not have."""
-    for name, dtype in dtypes.items():
-        if dtype not in WORDS:
+def check(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError for an array that the format does not have, by its name, type or shape."""
+    for name, one in tensors.items():
+        if name == "__metadata__":
+            raise UsageError("an array is called '__metadata__', which safetensors has for something else; rename it")
+        word, packed = WORDS.get(one.dtype, ("", 0))
+        if not word:
             raise UsageError(
-                f"array {name!r:.80} is of type {dtype}, which safetensors does not have; it has {', '.join(WORDS)}"
+                f"array {name!r:.80} is of type {one.dtype}, which safetensors does not have; it has {', '.join(WORDS)}"
+            )
+        if packed and (not one.shape or one.shape[-1] * 8 % packed):
+            raise UsageError(
+                f"array {name!r:.80} of {one.dtype} {one.shape} has no whole number of elements in its last dimension"
             )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.views import RegionViews, is_written
 from ..driver.protocol import UNDECIDED
 from ..errors import AsleepError, BusyError, MismatchError, UsageError, VramError
 from ..keeper.client import clients, close_client
-from ..lifetime import shielded, unwinding
+from ..lifetime import live, shielded, unwinding
 from ..memory import Region
 from ..memory.backups import LentBackup
 from ..memory.sleep import sleep_regions, wake_regions
@@ -26,7 +26,7 @@ from ..spec import check_timeout
 from .following import alone, move, reconnect
 from .keepers import TIMEOUT
 from .manifests import read_manifest
-from .mapped import choose, leases, memories_of, wire_access
+from .mapped import LeaseReturn, choose, leases, memories_of, wire_access
 
 if TYPE_CHECKING:
     from ..keeper.background import Subscription
@@ -54,7 +54,7 @@ class Ready(NamedTuple):
     attachment: Attachment
     manifest: Manifest
     words: memoryview | None
-    listening: list[Subscription]
+    listening: list[Subscription] | None  # None: those that there are are of the same version
 
 
 # -- falling asleep -----------------------------------------------------------------------------------------------
@@ -65,12 +65,15 @@ def put_to_sleep(several: Sequence[Lease], *, release: bool) -> int:
         for lease in several:
             held.enter_context(alone(lease, "sleep"))
             _check(lease)
+        for lease in several:
+            _refuse_sections(lease, held)
         nbytes = sum(lease.nbytes for lease in several)
         rows = [_rows(lease) for lease in several]
         resting: list[Lease] = []
         try:
-            for lease in () if release else several:
-                lease._client.rest(lease._return.lease_id)  # first: what fails here has changed nothing
+            for lease in several:
+                # First: what fails here has changed nothing, and a keeper that is gone could give nothing back.
+                lease._client.rest(lease._return.lease_id)
                 resting.append(lease)
             sleep_regions({region: backup for row in rows for one in row for region, backup in one.items()})
         except BaseException as error:
@@ -80,8 +83,6 @@ def put_to_sleep(several: Sequence[Lease], *, release: bool) -> int:
         for lease, row in zip(several, rows, strict=True):
             lease._asleep = row
             lease._pages.clear()
-            if lease._words is not None:
-                lease._words = cast("Any", _Words(lease._described()))
             if release:
                 lease._return.release()
         return nbytes
@@ -104,8 +105,30 @@ def _check(lease: Lease) -> None:
 
     if lease._words is not None and lease._words[STATE] == RING:
         raise UsageError(f"{lease!r} is on a ring, which is read frame by frame: close its reader, and attach it again")
-    if inside := [holder for page in lease._pages for holder in page.inside()]:
-        raise BusyError(f"{lease!r} cannot sleep while it is read", tuple(inside))
+
+
+def _refuse_sections(lease: Lease, held: ExitStack) -> None:
+    """Have nobody enter a section of a lease, or make its page; that is undone at the end of `held`, unless the lease
+    sleeps by then. Raises BusyError if a thread is in one."""
+    if lease._words is None:
+        return
+    from .reading import alone_with_pages
+
+    words: Any = _Words(lease._described())
+    with alone_with_pages():
+        held.callback(_reopen, lease, lease._words)
+        lease._words = words
+        for page in lease._pages:
+            page.gate = words
+            if inside := page.inside():
+                raise BusyError(f"{lease!r} cannot sleep while it is read", tuple(inside))
+
+
+def _reopen(lease: Lease, words: memoryview) -> None:
+    if lease._asleep is None:
+        lease._words = words
+        for page in lease._pages:
+            page.gate = words
 
 
 def _rows(lease: Lease) -> Rows:
@@ -159,17 +182,24 @@ def wake(
                     for backup in row.values():
                         backup.given = ()
         for one in ready:
-            lease = one.lease
-            lease._asleep = None
-            if one.words is not None:
-                from .reading import VERSION
+            _show(one)
 
-                lease._words, lease._since = one.words, one.words[VERSION]
-            move(lease, one.client, one.attachment, one.manifest, one.listening)
+
+def _show(ready: Ready) -> None:
+    """Have a lease that is mapped again be awake."""
+    lease = ready.lease
+    with ExitStack() as held:
+        if ready.words is not None:
+            from .reading import VERSION, alone_with_pages
+
+            held.enter_context(alone_with_pages())  # no page is made of the lease of before
+            lease._words, lease._since = ready.words, ready.words[VERSION]
+        lease._asleep = None
+        move(lease, ready.client, ready.attachment, ready.manifest, ready.listening)
 
 
 def _undo(ready: Ready) -> None:
-    for subscription in ready.listening:
+    for subscription in ready.listening or ():
         subscription.stop()
     ready.client.release_later(ready.attachment.lease_id)
 
@@ -177,7 +207,6 @@ def _undo(ready: Ready) -> None:
 def _prepare(lease: Lease, newest: bool, timeout: float | None, patience: float | None) -> Ready:
     """Lease the version that a lease is to be mapped of, and put its memory where it wakes."""
     client, attachment = _lease_again(lease, newest, timeout, patience)
-    listening: list[Subscription] = []
     try:
         manifest, numbers = read_manifest(client, attachment), None
         if lease._only is not None:
@@ -200,7 +229,8 @@ def _prepare(lease: Lease, newest: bool, timeout: float | None, patience: float 
             from .reading import words_of
 
             words = words_of(attachment.fds[-1], lease.name)
-        listening = lease._hears().listen_anew(lease, client, attachment.version)
+        is_same = client is lease._client and attachment.version == lease.version and lease._news
+        listening = None if is_same else lease._hears().listen_anew(lease, client, attachment.version)
         return Ready(lease, client, attachment, manifest, words, listening)
     except BaseException:
         client.give_back(attachment)
@@ -268,8 +298,10 @@ def detach_all() -> int:
     Raises
     ------
     BusyError
-        If a lease cannot sleep now (:meth:`Lease.sleep`), or this process updates an entry in place, which ends with
-        its connection. Nothing has changed then.
+        If a lease cannot sleep now (:meth:`Lease.sleep`), arrays or views of a closed one are alive, or this process
+        updates an entry in place, which ends with its connection. Nothing has changed then.
+    PeerGoneError
+        If a keeper is gone, which could not give the memory back: close its leases. Nothing has changed then.
     UsageError
         If a lease cannot sleep at all: a private copy, one of a follower, of a ring, or on borrowed memory that has no
         descriptor. Close it first.
@@ -282,6 +314,9 @@ def detach_all() -> int:
         if one.writers:
             raise BusyError("this process updates entries in place, which would end", tuple(map(repr, one.writers)))
     several = _open_leases()
+    open_handles = {lease._claim.handle for lease in several}
+    if kept := [one.label for one in live() if isinstance(one._undo, LeaseReturn) and one not in open_handles]:
+        raise BusyError("arrays and views are mapped whose leases are closed: drop them first", tuple(kept))
     nbytes = put_to_sleep([lease for lease in several if lease._asleep is None], release=True)
     for lease in several:
         if not lease._return.is_released:

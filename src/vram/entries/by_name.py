@@ -24,7 +24,8 @@ from .mapped import map_version, wire_access
 
 class Provenance(NamedTuple):  # made for every array that is attached: a dataclass takes five times as long
     """The published version that an array is of; `entry` is its name there, `access` how unpickling attaches it.
-    `offset`, `nbytes` (bytes) and `layout` (the region's chunks) are the published ones: later rows are not in it."""
+    `offset`, `nbytes` (bytes) and `layout` (the region's chunks) are the published ones: later rows are not in it, and
+    a lease that slept may be on another version, in other chunks."""
 
     keeper: str
     name: str
@@ -63,7 +64,8 @@ def array_on(
             raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
         provenance = None
         if manifest.slots == 1:
-            provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
+            layout = region._chunks.row if region.asleep is None else (None,)  # as no version that wakes
+            provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes, layout)
         return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
     except UsageError as error:  # not this caller's mistake, but the publisher's
         raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None

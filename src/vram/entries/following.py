@@ -178,20 +178,23 @@ def _go_on(lease: Lease, client: KeeperClient, attachment: Attachment) -> tuple[
 
 
 def move(
-    lease: Lease, client: KeeperClient, attachment: Attachment, manifest: Manifest, listening: list[Subscription],
+    lease: Lease, client: KeeperClient, attachment: Attachment, manifest: Manifest,
+    listening: list[Subscription] | None,
 ) -> None:  # fmt: skip
     """Have a lease be one on the newer version, and give the older back."""
     old, later = lease._return.granted
     lease._return.granted = attachment.lease_id, client.release_later
+    if client is not lease._client or attachment.version != lease.version:
+        lease._revoked = False
     lease._client, lease._attachment, lease._manifest = client, attachment, manifest
-    lease._revoked = False
     arrays: dict[Any, Any] = lease._arrays
     for name, array in list(arrays.items()):
         known: Any = array.provenance  # by which it is pickled: the older version may be gone by then
-        array.provenance = known and known._replace(version=attachment.version)
+        array.provenance = known and known._replace(version=attachment.version, layout=array.region.layout)
         if manifest.slots == 1 and array.nbytes < manifest.arrays[name].nbytes:
             arrays.pop(name, None)  # not closed: whoever has it keeps it
-    lease._hears().replace(listening)
+    if listening is not None:
+        lease._hears().replace(listening)
     if lease.is_closed:
         lease._hears().stop()
     later(old)  # the memory stays: the newer version has it, too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -31,8 +31,9 @@ OURS = "vram"  # the item of that in which an entry that was saved has the rest 
 class Saved(msgspec.Struct):
     """The meta of an entry that was saved, and its arrays that are others by another name."""
 
-    meta: dict[str, str] = {}
-    ties: dict[str, str] = {}
+    form: Literal[1]
+    meta: dict[str, str]
+    ties: dict[str, str]
 
 
 @shielded

@@ -37,7 +37,7 @@ from ..open_files import close_fds
 from ..spec import check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ..keeper.client import Attachment, KeeperClient
     from ..memory import Region
@@ -151,17 +151,13 @@ def _checked(lease: Lease, *, ring: bool = False) -> memoryview:
 @shielded
 def page_of(lease: Lease, *, ring: bool = False) -> Page:
     """Make the page of a lease at its first section, and give it to the keeper; of a `ring`, as it is attached."""
-    words = _checked(lease, ring=ring)
-    if lease.access == "cow":
-        raise UsageError(
-            f"this lease on {lease._attachment.name!r} is a private copy, of which some pages show updates and those "
-            f'that were written here do not: attach with access="r"'
-        )
-    if _making._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
-        raise BusyError("this thread is making the page of a lease: what interrupted it cannot begin a section now")
-    making = _making
-    take(making)  # another thread has it while the keeper answers
-    try:
+    with alone_with_pages():  # another thread has it while the keeper answers
+        words = _checked(lease, ring=ring)
+        if lease.access == "cow":
+            raise UsageError(
+                f"this lease on {lease._attachment.name!r} is a private copy, of which some pages show updates and "
+                f'those that were written here do not: attach with access="r"'
+            )
         pages = lease._pages  # of all leases on one mapping; another thread may close this one
         if not pages:
             count = len(lease._regions) // lease._manifest.slots
@@ -170,9 +166,20 @@ def page_of(lease: Lease, *, ring: bool = False) -> Page:
         page = pages[0]
         if not page.is_given:
             page.give()
+    return page
+
+
+@contextlib.contextmanager
+def alone_with_pages() -> Iterator[None]:
+    """Have no other thread make a page for the length of a block."""
+    making = _making
+    if making._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        raise BusyError("this thread is making the page of a lease: what interrupted it cannot begin a section now")
+    take(making)
+    try:
+        yield
     finally:
         making.release()
-    return page
 
 
 class Page:
@@ -180,8 +187,8 @@ class Page:
     No thread enters a section before the keeper has the page (`is_given`). `renewed` has each slot's shown update."""
 
     __slots__ = (
-        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_renewing", "_slots", "_words", "gpus", "is_given",
-        "renewed", "slots", "slots_of", "swaps",
+        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_renewing", "_slots", "gate", "gpus", "is_given",
+        "renewed", "slots", "slots_of", "swaps", "words",
     )  # fmt: skip
 
     def __init__(
@@ -191,7 +198,8 @@ class Page:
 
         _register()
         self.swaps = len(slots) > 1
-        self._client, self._leased, self._words, self._slots = client, leased, words, slots
+        self._client, self._leased, self.words, self._slots = client, leased, words, slots
+        self.gate: Any = words  # looked at by who enters: others once the lease sleeps
         self.gpus = Gpus([region for slot in slots for region in slot])
         self.renewed = [0] * len(slots)
         self.renewed[(since - 1) % len(slots)] = since
@@ -276,7 +284,7 @@ class Page:
 
     def wait(self, slot: _Slot, timeout: float | None) -> None:
         """Wait until no update is under way, and set a thread's word then. If it raises, the word may be set."""
-        words, slots, index = self._words, self.slots, slot.index
+        words, slots, index = self.gate, self.slots, slot.index
         begun = time.monotonic()
         asked, pause = begun + _FIRST_ASK, _FIRST_PAUSE
         while True:
@@ -311,7 +319,7 @@ class _Slot:
     def __init__(self, page: Page, index: int) -> None:
         self.page, self.index = page, index
         self.swaps, self.entering = page.swaps, EITHER if page.swaps else INSIDE
-        self.slots, self.words = page.slots, page._words
+        self.slots, self.words = page.slots, page.words
         self.depth = self.version = 0
 
 
@@ -366,12 +374,12 @@ class _Unleft(Section):
         slot.version, slot.depth = 0, 1  # 0 until this thread is in
         self._slot = slot
         slot.slots[slot.index] = slot.entering
-        if slot.words[STATE]:
-            try:
+        try:
+            if self._page.gate[STATE]:
                 self._page.wait(slot, self._timeout)
-            except BaseException as error:
-                self._leave(slot, type(error))  # nothing was read
-                raise
+        except BaseException as error:
+            self._leave(slot, type(error))  # nothing was read
+            raise
         version = slot.words[VERSION]
         if version not in self._page.renewed:
             try:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..arrays.weights import path_of
-from ..arrays.weights_out import Tensor, check_types, write
+from ..arrays.weights_out import Tensor, check, write
+from ..errors import UsageError
 from ..lifetime import shielded
 from ..memory.long_work import long_work
 from ..spec import check_timeout, parse_size
@@ -37,8 +38,9 @@ def save(
     """Write an entry to disk as safetensors: :func:`vram.publish_file` publishes it again, with its meta and ties.
 
     Files are written under other names, flushed, and put in place in one step: whoever is killed, what was there before
-    is there, whole, or what is saved. An entry that is updated in place is saved inside one section, which keeps its
-    publisher waiting (not with ``swap=True``).
+    is there, whole, or what is saved; one process saves into a folder at a time. A model that was in the folder, whole
+    or in shards, is replaced; other files stay. An entry that is updated in place is saved inside one section, which
+    keeps its publisher waiting (not with ``swap=True``).
 
     Parameters
     ----------
@@ -64,19 +66,24 @@ def save(
     Raises
     ------
     UsageError
-        If an array is of a type that safetensors does not have; it is named.
+        If an array is of a type that safetensors does not have, or is called ``__metadata__``; it is named. If the
+        folder has other safetensors files, which its readers would take for parts.
+    BusyError
+        If somebody is saving into the folder.
     BackupError
         If a file cannot be written, or the disk is full. What was there before is there.
 
     The others are those of :func:`vram.attach`.
     """
     where = path_of(path)
+    if not where or "\0" in where:
+        raise UsageError(f"path {where!r:.80} is no path of a file or folder")
     most = parse_size(shard, what="shard")
     check_timeout(timeout)
     with attach(name, version=version, timeout=timeout, keeper=keeper) as lease:
         with lease.reading(timeout=timeout) if lease.updatable else contextlib.nullcontext():
             tensors, ties = _tensors(lease)
-            check_types({key: one.dtype for key, one in tensors.items()})
+            check(tensors)
             nbytes = sum(one.nbytes for one in tensors.values())
             with long_work(f"saving {name}", nbytes):
                 return write(where, tensors, _meta(lease.meta, ties), max(most, 1))
@@ -103,5 +110,5 @@ def _meta(meta: dict[str, str], ties: dict[str, str]) -> dict[str, str]:
     """Return the metadata of a file: what that of the file before had, and in one item what only vram reads."""
     with contextlib.suppress(msgspec.MsgspecError):
         own = msgspec.json.decode(meta.get(FILE_META, "{}"), type=dict[str, str])
-        return {"format": "pt", **own, OURS: msgspec.json.encode(Saved(meta, ties)).decode()}
-    return {"format": "pt", OURS: msgspec.json.encode(Saved(meta, ties)).decode()}
+        return {"format": "pt", **own, OURS: msgspec.json.encode(Saved(1, meta, ties)).decode()}
+    return {"format": "pt", OURS: msgspec.json.encode(Saved(1, meta, ties)).decode()}
