@@ -89,6 +89,16 @@ def upgrade(*, timeout: Any = 0.01) -> Any:
     return on_lease(lambda lease: lease.upgrade(timeout=timeout))
 
 
+def sleep_and_wake(
+    *, release: Any = False, newest: Any = False, timeout: Any = 0.01, wait_for_memory: Any = 0.0
+) -> Any:
+    def act(lease: vram.Lease) -> int:
+        lease.sleep(release=release)
+        return lease.wake(newest=newest, timeout=timeout, wait_for_memory=wait_for_memory)
+
+    return on_lease(act)
+
+
 def changed(name: Any, value: Any) -> Any:
     """A Keeper's attributes are anybody's to set: what is odd in them is found when it is used."""
     kept = vram.Keeper(os.environ["VRAM_KEEPER"])
@@ -134,6 +144,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "holders": (vram.holders, lambda d: (("",), {})),
     "entry": (vram.entry, lambda d: (("a",), {})),
     "statistics": (vram.statistics, lambda d: ((), {})),
+    "save": (vram.save, lambda d: (("a", f"{d}/m.safetensors"), {"timeout": 0.01})),
     "publish_file": (vram.publish_file, lambda d: (("p", f"{d}/none"), {})),
     "Location": (vram.memory.Location, lambda d: (("cuda", 0), {})),
     "Location.parse": (vram.memory.Location.parse, lambda d: (("cuda:0",), {})),
@@ -167,6 +178,8 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "Lease.keep_only": (lambda name: on_lease(lambda lease: lease.keep_only(name)), lambda d: (("x",), {})),
     "Lease.on_revoke": (lambda do: on_lease(lambda lease: lease.on_revoke(do)), lambda d: ((len,), {})),
     "Lease.upgrade": (upgrade, lambda d: ((), {})),
+    "Lease.sleep": (sleep_and_wake, lambda d: ((), {})),
+    "reattach_all": (vram.reattach_all, lambda d: ((), {})),
     "Keeper": (
         lambda label: vram.list_entries(keeper=vram.Keeper(os.environ["VRAM_KEEPER"], label=label)),
         lambda d: (("",), {}),

@@ -75,8 +75,10 @@ def save(
 
     The others are those of :func:`vram.attach`.
     """
-    where = path_of(path)
-    if not where or "\0" in where:
+    where, encoded = path_of(path), b""
+    with contextlib.suppress(UnicodeEncodeError):
+        encoded = os.fsencode(where)
+    if not encoded or b"\0" in encoded:
         raise UsageError(f"path {where!r:.80} is no path of a file or folder")
     most = parse_size(shard, what="shard")
     check_timeout(timeout)
