@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ..sharing.channel import Credentials
     from .background import Subscription
 
-GREETINGS = 3  # connections that are made before it counts that they were hung up on
+GREETINGS = 5  # connections that are made before it counts that they were hung up on
 _MEANWHILE = 0.01  # seconds that what comes is waited for, while there is no room to send
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
