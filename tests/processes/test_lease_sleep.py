@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import asleep_children as children
-from tests.support.asleep_children import descriptors, disconnect, mappings, tensor_over, threads
+from tests.support.asleep_children import descriptors, disconnect, free_on_gpu, mappings, tensor_over, threads
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
 from tests.support.forked import end_of, refused
@@ -382,12 +382,13 @@ class TestParked:
                 assert one.said() == "closed"
 
     def test_the_gpu_is_full(self) -> None:
-        publish("cuda:0")
         gpu = standin.Standin()
+        before = free_on_gpu()
+        publish("cuda:0")
         with vram.attach("w") as lease:
             lease.sleep()
             vram.park("w", timeout=0.0)
-            gc.collect()  # what goes later would make room
+            until(lambda: free_on_gpu() == before, what="the end of the memory that was parked, which would make room")
             gpu.set_free(0, 1 << 20)
             try:
                 for _ in range(2):
@@ -395,7 +396,7 @@ class TestParked:
                         lease.wake()
                     assert vram.entry("w").parked
             finally:
-                gpu.set_free(0, 1 << 40)
+                gpu.set_free(0, None)
             assert (lease.wake(), seen(lease)) == (lease.version, {1})
 
     def test_parked_and_removed_it_cannot_be_brought_back(self) -> None:

@@ -307,7 +307,7 @@ class TestOnTheStandin(Parking):
             with came.pop() as lease:
                 check(lease)
         finally:
-            gpu.set_free(0, 1 << 40)
+            gpu.set_free(0, None)
         check_whole()
 
 

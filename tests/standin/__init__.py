@@ -282,9 +282,9 @@ class Standin:
         """Count the faults since the last clear that came to pass."""
         return int(self._library.vram_standin_faults_played())
 
-    def set_free(self, device: int, nbytes: int) -> None:
-        """Leave this many free bytes on a device from now on, whatever is allocated. Needs cuInit."""
-        if self._library.vram_standin_set_free(device, nbytes):
+    def set_free(self, device: int, nbytes: int | None) -> None:
+        """Leave this many free bytes on a device from now on, whatever is allocated; None: all. Needs cuInit."""
+        if self._library.vram_standin_set_free(device, (1 << 64) - 1 if nbytes is None else nbytes):
             raise StandinError(f"no device {device}, or cuInit was not called")
 
     def fabric(self, on: bool = True) -> None:

@@ -2,6 +2,7 @@
 // the other files, one topic each.
 #include "standin.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -273,10 +274,13 @@ EXPORT long vram_standin_called(char *out, long room) {
     return length;
 }
 
-EXPORT int vram_standin_set_free(int device, unsigned long long bytes) {
-    LOCKED(int, initialized &&
-            valid_device(device) ? (devices[device].limit = devices[device].used + pinned_bytes(device) + bytes,
-                    0) : -1);
+EXPORT int vram_standin_set_free(int device, unsigned long long bytes) { // ULLONG_MAX: as at the beginning
+    LOCKED(int, initialized && valid_device(device)
+                    ? (devices[device].limit = bytes == ULLONG_MAX
+                                      ? config.memory
+                                      : devices[device].used + pinned_bytes(device) + bytes,
+                            0)
+                    : -1);
 }
 
 EXPORT void vram_standin_fabric(int on) { // as VRAM_STANDIN_FABRIC, from now on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 
 import vram
+from vram import driver as drivers
 from vram.arrays.views import RegionViews
 from vram.errors import AsleepError, BusyError
 from vram.keeper.client import close_client
+from vram.spec import Location
 
 
 def sleep_and_wake(pipe: Connection, name: str) -> None:
@@ -63,6 +66,13 @@ def tensor_over(array: vram.Array) -> Any:
     """Return what a tensor of torch over the first bytes of read-only memory of the host is over."""
     assert array.pin is not None
     return RegionViews.of(array.region).writable_view(array.pin, array.offset, (10,), np.dtype("uint8"))
+
+
+def free_on_gpu() -> int:
+    """Return the bytes that are free on the first GPU, once what others let go of is seen."""
+    gc.collect()
+    gpu = Location("cuda", 0)
+    return drivers.get(gpu).mem_info(gpu)[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def disconnect() -> None:
