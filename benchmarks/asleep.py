@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def _lease(location: Location, nbytes: int, keeper: str, quick: bool) -> Iterato
     with vram.empty(nbytes, "uint8", device=location, chunk=-(-nbytes // _SEGMENTS)) as array:
         vram.publish("w", {"w": array}, keeper=keeper)
     with vram.attach("w", keeper=keeper) as lease, _bare(location, keeper) as (unmap, map_again):
-        cases = {
+        cases: dict[str, Callable[[], float]] = {
             "unmap": unmap, "map": map_again, "sleep": partial(timed, lease.sleep), "wake": partial(timed, lease.wake),
         }  # fmt: skip
         found = in_turns(cases, 3 if quick else 20)
@@ -57,7 +57,7 @@ def _lease(location: Location, nbytes: int, keeper: str, quick: bool) -> Iterato
 
 
 @contextlib.contextmanager
-def _bare(location: Location, keeper: str) -> Iterator[tuple[object, object]]:
+def _bare(location: Location, keeper: str) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
     """Map the entry by calls of the driver alone; yield what unmaps it and what maps it again, in seconds."""
     driver = drivers.get(location)
     with KeeperClient.connect(keeper) as client:
@@ -127,10 +127,10 @@ def _disk(nbytes: int, keeper: str, quick: bool) -> Iterator[Row]:
     yield Row.held("vram.publish_file of that", figures["publish"], read, at_least=0.9)
 
 
-def _timed_once(work: object, place: Path) -> float:
+def _timed_once(work: Callable[[], object], place: Path) -> float:
     """Time a save into a new file, as the plain write has one: what is replaced would be freed meanwhile."""
     (place / "w.safetensors").unlink(missing_ok=True)
-    return timed(work)  # type: ignore[arg-type]
+    return timed(work)
 
 
 def _write(path: Path, nbytes: int) -> float:
