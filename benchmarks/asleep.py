@@ -114,7 +114,7 @@ def _disk(nbytes: int, keeper: str, quick: bool) -> Iterator[Row]:
     with workplace() as place:
         cases = {
             "write": lambda: _write(place / "plain", nbytes),
-            "save": lambda: _timed_once(lambda: vram.save("w", place / "w.safetensors", keeper=keeper), place),
+            "save": lambda: _save(place / "w.safetensors", nbytes, keeper),
             "read": lambda: _read(place / "plain", nbytes),
             "publish": lambda: _publish(place / "w.safetensors", nbytes, keeper),
         }
@@ -127,14 +127,16 @@ def _disk(nbytes: int, keeper: str, quick: bool) -> Iterator[Row]:
     yield Row.held("vram.publish_file of that", figures["publish"], read, at_least=0.9)
 
 
-def _timed_once(work: Callable[[], object], place: Path) -> float:
+def _save(path: Path, nbytes: int, keeper: str) -> float:
     """Time a save into a new file, as the plain write has one: what is replaced would be freed meanwhile."""
-    (place / "w.safetensors").unlink(missing_ok=True)
-    return timed(work)
+    path.unlink(missing_ok=True)
+    warm_memory(nbytes)
+    return timed(lambda: vram.save("w", path, keeper=keeper))
 
 
 def _write(path: Path, nbytes: int) -> float:
     path.unlink(missing_ok=True)
+    warm_memory(nbytes)
     data = memoryview(bytearray(_PIECE))
     begin = time.perf_counter()
     with open(path, "wb", buffering=0) as file:
