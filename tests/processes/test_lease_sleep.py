@@ -458,6 +458,7 @@ class TestAllOfAProcess:
             publish("host", name=name)
         gc.collect()
         disconnect()
+        until(lambda: "vram: revoked leases" not in threads(), what="the end of the thread that an earlier test had")
         before = descriptors(), mappings(), threads()
         one, two, gone = (vram.attach(name) for name in ("v", "w", "w"))
         gone.close()
@@ -466,6 +467,7 @@ class TestAllOfAProcess:
         one.fileno()
         two.sleep()
         assert vram.detach_all() == 3 * MIB2
+        until(lambda: "vram: revoked leases" not in threads(), what="the end of the thread")
         assert (descriptors(), mappings(), threads()) == before
         assert vram.detach_all() == 0
         assert not vram.holders()
