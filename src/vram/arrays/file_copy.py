@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..driver.protocol import DeviceMemory
@@ -44,14 +44,7 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
             for fd, start, offset, nbytes in reads
             for done in range(0, nbytes, _PIECE)
         )
-        try:
-            pieces.share_out(lambda _, taken: _copy(taken, paths, region), _THREADS, "vram file")
-            if pieces.error is not None:
-                raise pieces.error
-        finally:
-            pieces.stop()
-            pieces.done.wait()
-            pieces.error = None  # it keeps this frame
+        _by_threads(pieces, lambda _, taken: _copy(taken, paths, region))
 
 
 @shielded
@@ -69,14 +62,19 @@ def write_files(writes: Sequence[_Write], region: Region) -> None:
             for offset, fd, start, nbytes in writes
             for done in range(0, nbytes, _PIECE)
         )
-        try:
-            pieces.share_out(lambda _, taken: _write_out(taken, region), _THREADS, "vram file")
-            if pieces.error is not None:
-                raise pieces.error
-        finally:
-            pieces.stop()
-            pieces.done.wait()
-            pieces.error = None  # it keeps this frame
+        _by_threads(pieces, lambda _, taken: _write_out(taken, region))
+
+
+def _by_threads(pieces: Pieces[Any], work: Callable[[int, Pieces[Any]], None]) -> None:
+    """Have threads do all pieces; raise what one of them raised, once none is at work."""
+    try:
+        pieces.share_out(work, _THREADS, "vram file")
+        if pieces.error is not None:
+            raise pieces.error
+    finally:
+        pieces.stop()
+        pieces.done.wait()
+        pieces.error = None  # it keeps this frame
 
 
 def _write_out(pieces: Pieces[_Write], region: Region) -> None:

@@ -42,7 +42,7 @@ def write(path: str, tensors: Mapping[str, Tensor], meta: Mapping[str, str], mos
     if path.endswith(".safetensors"):
         with _in_place(path) as fd:
             _write_one(fd, path, {name: tensors[name] for name in names}, meta)
-        _flush(os.path.dirname(path) or ".")
+        _flush(os.path.dirname(os.path.realpath(path)))  # of the file, where this is a link to it
         return (path,)
     return _write_folder(
         path, [{name: tensors[name] for name in shard} for shard in _shards(names, tensors, most)], meta

@@ -95,7 +95,7 @@ class Lease(Owned, Mapping[str, Array]):
 
     @property
     def _leased(self) -> Attachment:
-        """What it was granted by. Raises AsleepError if it was given back as it fell asleep."""
+        """The grant of this lease. Raises AsleepError if it was given back as it fell asleep."""
         self._return.lease_id  # noqa: B018
         return self._attachment
 
@@ -489,7 +489,7 @@ class Lease(Owned, Mapping[str, Array]):
     ) -> int:
         """Map the version that it was on, at the same addresses, and return its number. Awake, it stays as it is.
 
-        What is parked is brought back first. If anything fails, all of it is still asleep.
+        A parked version is brought back first. If anything fails, all of it is still asleep.
 
         Parameters
         ----------

@@ -71,7 +71,7 @@ def save(
     BusyError
         If somebody is saving into the folder.
     BackupError
-        If a file cannot be written, or the disk is full. What was there before is there.
+        If a file cannot be written, or the disk is full. The files of before are unchanged.
 
     The others are those of :func:`vram.attach`.
     """
@@ -110,7 +110,7 @@ def _tensors(lease: Lease) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _meta(meta: dict[str, str], ties: dict[str, str]) -> dict[str, str]:
     """Return the metadata of a file: what that of the file before had, and in one item what only vram reads."""
+    own: dict[str, str] = {}
     with contextlib.suppress(msgspec.MsgspecError):
         own = msgspec.json.decode(meta.get(FILE_META, "{}"), type=dict[str, str])
-        return {"format": "pt", **own, OURS: msgspec.json.encode(Saved(1, meta, ties)).decode()}
-    return {"format": "pt", OURS: msgspec.json.encode(Saved(1, meta, ties)).decode()}
+    return {"format": "pt", **own, OURS: msgspec.json.encode(Saved(1, meta, ties)).decode()}
