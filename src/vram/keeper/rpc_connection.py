@@ -150,8 +150,8 @@ class RpcConnection:
         """Say that the other side is gone, and what to do."""
         if self.lends:
             return (
-                f"the lender at {self.path} is gone. Memory that came by descriptor stays; memory of cudaMalloc or of a "
-                f"pool is undefined, unless it was asked back before. Borrow again when somebody lends there"
+                f"the lender at {self.path} is gone. Memory that came by descriptor stays; memory of cudaMalloc or of "
+                f"a pool is undefined, unless it was asked back before. Borrow again when somebody lends there"
             )
         return (
             f"the keeper at {self.path} is gone; what is mapped stays, its leases are over, and what it kept has to be "
