@@ -166,6 +166,10 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill_all()
+
+    def kill_all(self) -> None:
+        """End all that run."""
         for one in self._all:
             one.kill()
 

@@ -368,7 +368,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["keep", "--mode", "7777"], "0660"),
     (["keep", "--max-bytes", "64 bananas"], "64MiB"),
     (["keep", "--max-entries", "-1"], "--max-entries"),
-    (["keep", "--claim-timeout", "0"], "--claim-timeout"),
     (["keep", "--log-level", "debug"], "--log json"),
     (["keep", "--background", "--metrics", "127.0.0.1:0"], "vram metrics"),
     (["publish-file", "n", "FILE", "--device", "gpu"], '"host"'),

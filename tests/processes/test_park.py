@@ -28,8 +28,6 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
 from vram.spec import Location
 
 SIZE = 4 << 20
@@ -167,25 +165,6 @@ class Parking:
                 second.tell()
         until(lambda: not vram.statistics().leases, what="the end of all leases")
         check_whole()
-
-    def test_one_that_is_faster_than_a_waker_whose_time_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with short_directory() as place:
-            keeper = KeeperProcess(f"{place}/k", ["--claim-timeout", "0.2"])
-            monkeypatch.setenv("VRAM_KEEPER", keeper.path)
-            publish(GPU).close()
-            vram.park(NAME)
-            with child(children.act, "wake", 0, SOON, "_copy") as stuck:
-                assert stuck.said()[0] == "at"
-                check_lease = vram.attach(NAME, wake=True, timeout=SOON)
-                with check_lease as lease:
-                    check(lease)
-                    stuck.tell()
-                    kind, found, moves = stuck.said()
-                    assert (kind, found["a"] + found["b"], moves) == ("woke", list(range(1024)), 0)
-                    stuck.tell()
-            assert vram.statistics().nbytes == SIZE
-            close_client(keeper.path)
-            assert keeper.stop() == 0
 
     @in_turns(5)
     @pytest.mark.parametrize("verb", ["park", "wake"])

@@ -13,7 +13,6 @@ import pwd
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -224,35 +223,6 @@ def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
                     assert "keep their mappings until they" in done.stdout
                     assert re.search(rf"^ *n .* {THIRD} +pid {reader.pid} ", done.stdout, re.MULTILINE)
                 assert reader.ask("sum") == 6
-
-
-# -- claims -----------------------------------------------------------------------------------------------------------
-def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -> None:
-    loads: list[str] = []
-    is_there = threading.Event()
-    with running(place, "--claim-timeout", "0.2"):
-
-        def slow() -> dict[str, Any]:
-            loads.append("slow")
-            assert is_there.wait(SOON)
-            return {"x": np.arange(9)}
-
-        def quick() -> dict[str, Any]:
-            loads.append("quick")
-            return X
-
-        def first() -> tuple[int, int]:
-            with vram.attach_or_publish("n", slow, expect={"v": "1"}) as lease:
-                return lease.version, int(lease["x"].numpy().sum())
-
-        thread, came = later(first)
-        until(lambda: loads)
-        with vram.attach_or_publish("n", quick, expect={"v": "1"}) as lease:
-            assert (lease.version, loads) == (1, ["slow", "quick"])
-        is_there.set()
-        thread.join(SOON)
-        assert came == [(1, 6)]
-        assert [entry.version for entry in vram.list_entries()] == [1]
 
 
 # -- whose it is ------------------------------------------------------------------------------------------------------

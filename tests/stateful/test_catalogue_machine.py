@@ -36,7 +36,6 @@ QUOTAS = Quotas(
     max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_descriptors=12, max_descriptors=22,
 )  # fmt: skip
 PIECES = {901: 2, 902: 5, 903: 9}  # memory that several versions may have, and its bytes
-TIMEOUT = 5.25  # of a claim, seconds: never over at the same time as a wait, or a version
 NAMES = st.sampled_from(["a", "b", "c/d", f"~{BOB}/e"])
 METAS = st.sampled_from([{}, {"k": "1"}, {"k": "2"}, {"k": "1", "l": "x"}])
 EXPECTS = st.sampled_from([None, {}, {"k": "1"}, {"k": "2"}])
@@ -73,15 +72,6 @@ class MWaiter:
     owner: int | None
 
 
-@dataclass
-class MClaim:
-    session: int
-    until: float
-    over: bool
-    number: int
-    id: int = 0  # as the catalogue says
-
-
 def nbytes_of(items: list[tuple[int, frozenset[int]]]) -> int:
     """Bytes of some versions together, of which each piece counts once."""
     loose = sum(nbytes - sum(PIECES[piece] for piece in pieces) for nbytes, pieces in items)
@@ -96,8 +86,7 @@ class Model:
         self.versions: list[MVersion] = []
         self.leases: list[tuple[int, MVersion]] = []  # session, version; identity by position is enough
         self.waiters: list[MWaiter] = []
-        self.claims: dict[str, MClaim] = {}
-        self.passed: dict[int, tuple[int, str, int]] = {}  # by id of the claim: session, name, last version by then
+        self.claims: dict[str, int] = {}  # by name, the session
         self.now = 0.0
         # Session, name, bytes, handles, entries, pieces.
         self.pending: dict[int, tuple[int, str, int, int, int, frozenset[int]]] = {}
@@ -213,17 +202,9 @@ class Model:
             return "wait"
         there = self.claims.get(waiter.name)
         if self.is_home_of_another(uid, waiter.name) or waiter.owner not in (None, uid):
-            made_by = None if there is None else self.uids[there.session]
+            made_by = None if there is None else self.uids[there]
             return "wait" if there is not None and waiter.owner in (None, made_by) else "AccessDeniedError"
-        return "wait" if there is not None and not there.over else "claim"
-
-    def claim(self, waiter: MWaiter) -> None:
-        """Give the claim to somebody, after whoever had it until just now."""
-        there = self.claims.pop(waiter.name, None)
-        if there is not None:
-            self.passed[there.id] = (there.session, waiter.name, there.number)
-        last = max((v.number for v in self.versions if v.name == waiter.name), default=0)
-        self.claims[waiter.name] = MClaim(waiter.session, self.now + TIMEOUT, False, last)
+        return "claim" if there is None else "wait"
 
     def serve(self, name: str) -> list[Any]:
         effects: list[Any] = []
@@ -234,7 +215,7 @@ class Model:
                 continue
             self.waiters.remove(waiter)
             if got == "claim":
-                self.claim(waiter)
+                self.claims[name] = waiter.session
                 effects.append(("claimed", waiter.session, waiter.call, name))
             elif isinstance(got, str):
                 effects.append(("refused", waiter.session, waiter.call, got))
@@ -269,12 +250,12 @@ def told(effects: list[Effect]) -> list[Any]:
     return out
 
 
-def same(real: list[Effect], expected: list[Any], in_order: bool = True) -> None:
+def same(real: list[Effect], expected: list[Any]) -> None:
     """The same effects; each kind in the same order, unless those of several names come together."""
     for kind in ("granted", "claimed", "refused", "notify", "free", "evicted"):
         mine = [effect for effect in told(real) if effect[0] == kind]
         theirs = [effect for effect in expected if effect[0] == kind]
-        if kind in ("free", "notify", "evicted") or not in_order:
+        if kind in ("free", "notify", "evicted"):
             mine.sort()
             theirs.sort()
         assert mine == theirs
@@ -283,7 +264,7 @@ def same(real: list[Effect], expected: list[Any], in_order: bool = True) -> None
 class CatalogueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=TIMEOUT)
+        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
         self.model = Model()
         self.now = 0.0
         self.tokens = 0
@@ -317,12 +298,11 @@ class CatalogueMachine(RuleBasedStateMachine):
             version.watchers = [s for s in version.watchers if s != session.id]
         for key in [k for k, p in model.pending.items() if p[0] == session.id]:
             del model.pending[key], self.publications[key]
-        for name in [n for n, c in model.claims.items() if c.session == session.id]:
+        for name in [n for n, c in model.claims.items() if c == session.id]:
             del model.claims[name]
             expected += model.serve(name)
         held = [v for s, v in model.leases if s == session.id]
         model.leases = [(s, v) for s, v in model.leases if s != session.id]
-        model.passed = {number: one for number, one in model.passed.items() if one[0] != session.id}
         for version in held:
             expected += model.settle(version)
         same(self.real.disconnect(session, self.now), expected)
@@ -362,7 +342,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if use_claim:
             mine = [c.id for c in session.claims.values() if c.name == name]
             options["claim"] = mine[pick % len(mine)] if mine else 0
-        refused = self.late(options.get("claim", 0), name) or self.model.may_publish(session.uid, name)
+        refused = self.model.may_publish(session.uid, name)
         options |= {"pieces": {piece: PIECES[piece] for piece in pieces}, "known": known}
         if refused is None and not self.model.fits(session.uid, name, nbytes, handles, pieces):
             refused = "QuotaError"
@@ -375,13 +355,6 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.publications[publication.id] = publication
         if at_once:
             self.finish(publication)
-
-    def late(self, claim: int, name: str) -> str | None:
-        """The error for who publishes by a claim that passed on, when another has published since."""
-        current = self.model.current(name)
-        if claim not in self.model.passed or current is None:
-            return None
-        return "BusyError" if current.number > self.model.passed[claim][2] else None
 
     @precondition(lambda self: self.publications)
     @rule(pick=PICK, give_up=st.booleans())
@@ -401,7 +374,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.tokens += 1
         token = f"token {self.tokens}"
         session_claims = dict(self.real.sessions[session_id].claims)
-        refused = self.late(publication.claim, name) or model.may_publish(uid, name)
+        refused = model.may_publish(uid, name)
         if refused is None and not model.fits(uid, name, nbytes, handles, pieces):
             refused = "QuotaError"
         if refused is not None:
@@ -422,9 +395,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         if previous is not None:
             expected += model.notify(previous, "replaced")
             expected += model.settle(previous)
-        if publication.claim in session_claims and publication.claim not in model.passed:
+        if publication.claim in session_claims:
             del model.claims[name]
-        model.passed.pop(publication.claim, None)
         expected += model.serve(name)
         version, effects = self.real.commit(publication, token, self.now)
         assert version.number == number
@@ -474,7 +446,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert not isinstance(real, Lease | Claim)
         elif got == "claim":
             assert isinstance(real, Claim)
-            model.claim(waiter)
+            model.claims[name] = session.id
         else:
             assert isinstance(real, Lease)
             assert real.version.token == got.token
@@ -510,8 +482,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def drop_claim(self, pick: int) -> None:
         claim = list(self.real.waiting.claims.values())[pick % len(self.real.waiting.claims)]
-        if self.model.passed.pop(claim.id, None) is None:
-            del self.model.claims[claim.name]
+        del self.model.claims[claim.name]
         expected = self.model.serve(claim.name)
         same(self.real.release(self.real.sessions[claim.session], claim.id, self.now), expected)
 
@@ -562,31 +533,24 @@ class CatalogueMachine(RuleBasedStateMachine):
         expected: list[Any] = []
         due: list[tuple[float, Any]] = [(w.deadline, w) for w in model.waiters if w.deadline is not None]
         due += [(v.expires, v) for v in model.versions if v.expires is not None]
-        due += [(c.until, (name, c)) for name, c in model.claims.items() if not c.over]
-        any_claim = False
         for _, one in sorted((item for item in due if item[0] <= self.now), key=lambda item: item[0]):
             match one:
                 case MWaiter():
-                    if one in model.waiters:  # and did not get a claim just now
-                        model.waiters.remove(one)
-                        expected.append(("refused", one.session, one.call, "WaitTimeoutError"))
+                    model.waiters.remove(one)
+                    expected.append(("refused", one.session, one.call, "WaitTimeoutError"))
                 case MVersion():
                     expected += model.withdraw(one, "expired")
-                case (name, claim):
-                    any_claim = claim.over = True
-                    expected += model.serve(name)
         deadline = self.real.next_deadline
         earliest = min(
             [w.deadline for w in model.waiters if w.deadline is not None]
-            + [v.expires for v in model.versions if v.expires is not None]
-            + [c.until for c in model.claims.values() if not c.over],
+            + [v.expires for v in model.versions if v.expires is not None],
             default=None,
         )
         assert earliest is None or (deadline is not None and deadline <= earliest)
         real: list[Effect] = []
         while (due := self.real.next_deadline) is not None and due <= self.now:
             real += self.real.expire(self.now)
-        same(real, expected, in_order=not any_claim)
+        same(real, expected)
 
     # -- news ---------------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -623,7 +587,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             self.rows.write_all(self.real)
         else:
             self.rows.write(self.real)
-        self.real = self.rows.restore(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=TIMEOUT)
+        self.real = self.rows.restore(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
 
     # -- always -------------------------------------------------------------------------------------------------
     @invariant()
@@ -651,15 +615,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         found = [(one.version.name, one.version.number, one.id) for one in real.names.leases_under("")]
         assert found == sorted(found)
         assert real.waiting.count == len(model.waiters)
-        claims = {c.id: c for c in real.waiting._claim_of.values()}
-        assert {claim.name for claim in claims.values()} == model.claims.keys()
-        for claim in claims.values():
-            model.claims[claim.name].id = claim.id
-        assert {c.name: (c.session, c.until, c.number) for c in claims.values()} == {
-            name: (c.session, None if c.over else c.until, c.number) for name, c in model.claims.items()
-        }
-        passed = [c for c in real.waiting.claims.values() if c.id not in claims]
-        assert {c.id: (c.session.id, c.name, c.number) for c in passed} == model.passed
+        assert {c.name: c.session for c in real.waiting.claims.values()} == model.claims
         assert set(real.sessions) == set(model.uids)
 
 

@@ -327,101 +327,38 @@ def test_a_claim_is_for_its_holder_and_its_name(books: Catalogue, ann: Session, 
             publish(books, who, name, claim=claim.id)
 
 
-# -- claims that take long --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def brief() -> Catalogue:
-    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=60.0)
-
-
+# -- claims -----------------------------------------------------------------------------------------------------------
 def claims(books: Catalogue, session: Session, now: float = 0.0, name: str = "w", **options: object) -> Claim:
     return claim_of(attach(books, session, name, now, claim=True, **{"wait": None, **options}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", ["begin", "commit"])
-@pytest.mark.parametrize("other", [ANN, BOB])
-def test_whose_claim_passed_on_is_told_when_another_has_published(brief: Catalogue, step: str, other: int) -> None:
-    ann, also = brief.connect(ANN), brief.connect(other)
-    old = claims(brief, ann)
-    begun = brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id)
-    waits(brief, also, 1, claim=True)
-    (passed,) = brief.expire(60.0)
-    assert isinstance(passed.result, Claim)
-    publish(brief, also, claim=passed.result.id)
-    act = {
-        "begin": lambda: brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id),
-        "commit": lambda: brief.commit(begun, "mine", 61.0),
-    }[step]
-    with pytest.raises(BusyError, match=rf"passed on after 60 s, and version 1 was published since, by uid {other}"):
-        act()
-    brief.remove(also, "w", now=0.0)
-    publish(brief, ann, claim=old.id)  # the name is free again
-
-
-def test_a_replacement_that_comes_late_replaces_what_it_was_to(brief: Catalogue) -> None:
-    ann, also = brief.connect(ANN), brief.connect(ANN)
-    publish(brief, ann, meta={"v": "old"})
-    old = claims(brief, ann, expect={"v": "new"})
-    brief.expire(60.0)
-    claims(brief, also, 61.0, expect={"v": "new"})
-    assert publish(brief, ann, token="t2", meta={"v": "new"}, claim=old.id)[0].number == 2
-
-
-def test_workers_of_one_user_have_the_whole_time_each(brief: Catalogue) -> None:
-    ann, also = brief.connect(ANN), brief.connect(ANN)
-    claims(brief, ann)
-    waits(brief, also, 1, claim=True)
-    (passed,) = brief.disconnect(ann, 50.0)
-    assert isinstance(passed.result, Claim)
-    assert passed.result.until == 110.0
-
-
-def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> None:
-    ann, bob = brief.connect(ANN, 11, "ann"), brief.connect(BOB)
-    claims(brief, ann)
-    waits(brief, bob, 1, claim=True, wait=10.0)
-    (refused,) = brief.expire(12.0)
+def test_who_waits_is_told_who_makes_it_and_for_how_long(books: Catalogue) -> None:
+    ann, bob = books.connect(ANN, 11, "ann"), books.connect(BOB)
+    claims(books, ann)
+    waits(books, bob, 1, claim=True, wait=10.0)
+    (refused,) = books.expire(12.0)
     assert isinstance(refused, Answered)
     assert f"pid 11, uid {ANN}, label 'ann' has had the claim to publish it for 12 s" in str(refused.result)
     with pytest.raises(BusyError, match=r"had the claim for 13 s \(held by: pid 11"):
-        attach(brief, bob, "w", 13.0, claim=True)
+        attach(books, bob, "w", 13.0, claim=True)
 
 
-def test_claims_that_are_given_up_for_ever_do_not_pile_up(brief: Catalogue) -> None:
-    ann = brief.connect(ANN)
-    for _ in range(1_000):
-        brief.release(ann, claims(brief, ann).id, 0.0)
-    assert len(brief.waiting) < 500
+def test_a_connection_has_so_many_claims_and_no_more(books: Catalogue) -> None:
+    ann = books.connect(ANN)
     for number in range(256):
-        claims(brief, ann, 100.0 * number)
-        brief.expire(100.0 * number + 60.0)
+        claims(books, ann, name=f"w{number}")
     with pytest.raises(QuotaError, match="256 claims"):
-        claims(brief, ann, 1e6)
+        claims(books, ann)
 
 
-def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
-    ann, bob, carl = (brief.connect(uid) for uid in (ANN, BOB, BOB + 1))
-    old = claims(brief, ann, name="old")
-    claims(brief, ann, 10.0)
-    claims(brief, bob, 20.0, "over")
-    brief.expire(60.0)
-    claims(brief, bob, 61.0, "old")
-    for session in (ann, bob, carl):
-        waits(brief, session, 1, claim=True)
-    moved = restored(brief)
-    assert (moved.waiting.claims[old.id].number, moved.waiting.claim_of("old").session) == (0, bob.id)
-    assert moved.next_deadline == 70.0
-    assert moved.expire(69.9) == []
-    for now, uid in ((70.0, ANN), (130.0, BOB), (190.0, BOB + 1)):
-        (passed,) = moved.expire(now)
-        assert isinstance(passed.result, Claim)
-        assert passed.session.uid == uid
-        moved = restored(moved)
-    claims(moved, moved.sessions[carl.id], 191.0, "over")
-    publish(moved, moved.sessions[bob.id], "old", claim=moved.waiting.claim_of("old").id)
-    with pytest.raises(BusyError, match="passed on"):
-        publish(moved, moved.sessions[ann.id], "old", claim=old.id)
+def test_a_claim_and_who_waits_for_it_are_there_after_a_restart(books: Catalogue) -> None:
+    ann, bob = books.connect(ANN), books.connect(BOB)
+    claim = claims(books, ann)
+    waits(books, bob, 1, claim=True)
+    moved = restored(books)
+    (passed,) = moved.release(moved.sessions[ann.id], claim.id, 1.0)
+    assert isinstance(passed.result, Claim)
+    assert passed.session.uid == BOB
 
 
 # -- whose it is ------------------------------------------------------------------------------------------------------
@@ -995,17 +932,6 @@ def test_a_waiter_and_a_claim_are_written_when_they_come_and_when_they_are_over(
     waiter = waits(books, bob, 7, claim=True)
     assert (waiter.asked.call, noted(books)) == (7, {waiter: False})
     (served,) = books.release(ann, claim.id, 1.0)  # type: ignore[union-attr]
-    assert isinstance(served.result, Claim)
-    assert noted(books) == {claim: False, waiter: False, served.result: False}
-
-
-def test_a_claim_whose_time_is_over_is_written_for_who_may_still_publish(
-    books: Catalogue, ann: Session, bob: Session
-) -> None:
-    claim = attach(books, ann, "w", 0.0, claim=True)
-    waiter = waits(books, bob, 7, claim=True)
-    noted(books)
-    (served,) = books.expire(books.claim_timeout)
     assert isinstance(served.result, Claim)
     assert noted(books) == {claim: False, waiter: False, served.result: False}
 

@@ -151,35 +151,6 @@ def test_to_wake_what_is_awake_is_to_attach_it(books: Catalogue, ann: Session, b
     assert [lease(books, one, "wake").purpose for one in (ann, bob)] == ["", ""]
 
 
-@pytest.mark.parametrize("first", ["slow", "next"])
-def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: Session, first: str) -> None:
-    """And whoever comes to the end first has woken it: the other one moves nothing any more."""
-    version = parked(books, ann)
-    stuck = books.connect(ANN)
-    slow = lease(books, stuck, "wake", now=10.0)
-    wait(books, ann, 1)
-    assert books.next_deadline == 10.0 + books.claim_timeout
-    assert books.expire(9.0 + books.claim_timeout) == []
-    (granted,) = books.expire(10.0 + books.claim_timeout)
-    assert isinstance(granted, Answered)
-    assert granted.result.purpose == "wake"
-    both = [(stuck, slow), (ann, granted.result)]
-    (fast, by), (other, late) = both if first == "slow" else reversed(both)
-    moved(books, fast, by, "gpu memory of the first")
-    with pytest.raises(BusyError, match="woken") as refused:
-        books.begin(other, "w", nbytes=80, handles=2, lease=late.id)
-    assert refused.value.holders == (f"{fast}, which has woken it",)
-    assert (version.parked, version.token) == (False, "gpu memory of the first")
-    assert books.expire(2000.0) == []
-
-
-def test_a_time_that_was_over_before_anybody_came_is_the_first_ones(books: Catalogue, ann: Session) -> None:
-    parked(books, ann)
-    lease(books, books.connect(ANN), "wake", now=10.0)
-    assert books.expire(1000.0) == []
-    assert lease(books, ann, "wake", now=1001.0).purpose == "wake"
-
-
 @pytest.mark.parametrize("how", ["removed", "expired"])
 def test_what_is_gone_while_it_is_woken_is_for_the_next_in_line_to_publish(
     books: Catalogue, ann: Session, how: str

@@ -93,13 +93,6 @@ def keep(
         typer.Option(metavar="MODE", help="Permissions of the socket, octal [default: 0600; a restart keeps them]."),
     ] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Group of the socket.")] = None,
-    claim_timeout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Seconds after which the claim to publish a name passes to the next who waits [default: 600].",
-        ),
-    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
@@ -136,7 +129,6 @@ def keep(
     service, --background) it ignores SIGHUP.
     """
     _fill_standard_files()
-    from ..keeper.__main__ import parse_seconds
     from ..keeper.paths import absolute
 
     if log_level is not None and log is None:
@@ -164,9 +156,6 @@ def keep(
         if text is not None:
             parse_limit(text, option.flag)  # a mistake is said here, in one line
             command += [option.flag, text]
-    if claim_timeout is not None:
-        parse_seconds(claim_timeout, "--claim-timeout")
-        command += ["--claim-timeout", claim_timeout]
     if log is not None:
         command += ["--log", log, "--log-level", log_level or "info"]
     command.append("--survive" if survive else "--ephemeral")
@@ -177,7 +166,6 @@ def keep(
         return
     if metrics is not None:
         _export_metrics(metrics, socket)
-        command += ["--metrics", metrics]  # so that whoever takes over can say that it does not
     sys.stdout.flush()
     os.execv(command[0], command)  # the keeper stays small: nothing of this program remains in it
 

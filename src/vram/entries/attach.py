@@ -191,9 +191,7 @@ def attach_or_publish(
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
 
     Of any number of processes that call this at the same time, one calls `load`. If it fails or dies, the next one
-    in line does; and also if it takes longer than the keeper's ``--claim-timeout``, 10 minutes by default. It publishes
-    the arrays that it has loaded all the same, unless another has by then: then it attaches that. An entry whose `meta`
-    differs from `expect` counts as missing and is replaced.
+    in line does. An entry whose `meta` differs from `expect` counts as missing and is replaced.
 
     Parameters
     ----------
@@ -259,10 +257,8 @@ def attach_or_publish(
         "expect": meta or None, "access": shared, "owner": uid, "purpose": "wake" if wake else "",
     }  # fmt: skip
     missed = (NotFoundError, AsleepError) if wake else (NotFoundError,)
-    theirs: Attachment | None = None
     while True:
-        got = theirs or client.attach_or_claim(name, timeout=left, **asked)
-        theirs = None
+        got = client.attach_or_claim(name, timeout=left, **asked)
         if isinstance(got, Attachment):
             if got.moves:
                 from .park import wake_and_lease  # few entries are parked
@@ -275,19 +271,10 @@ def attach_or_publish(
         before = _loading.set(_loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, whole, updatable, swap, ttl, got)
-        except BaseException as error:
+        except BaseException:
             with contextlib.suppress(VramError):
                 client.abandon(got)
-            if not isinstance(error, BusyError):
-                raise
-            # It may be that the claim has passed on, and that another published meanwhile what is wanted.
-            try:
-                theirs = client.attach(name, **asked)
-            except (NotFoundError, MismatchError):
-                raise error from None
-            except BusyError:  # somebody is waking it: wait with the others
-                pass
-            continue
+            raise
         finally:
             _loading.reset(before)
         with contextlib.suppress(*missed):  # replaced, removed or parked already: look again

@@ -17,12 +17,11 @@ from ..errors import PeerGoneError, UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
 from ..version import __version__
 from . import event_log
-from .bind import Listener, group_id
-from .catalogue import CLAIM_TIMEOUT
+from .bind import group_id
 from .limits import OPTIONS, Quotas, parse_limit
-from .rules import IDLE, MAX_TTL
+from .rules import IDLE
 from .server import ENDING, LEAST, KeeperServer, most_handles
-from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
+from .service_manager import ServiceManager, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
     from .guarded import Guard
@@ -30,13 +29,11 @@ if TYPE_CHECKING:
 
 
 PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directory has no part of the library
-# Options that hold from one keeper to the next, unless they are given anew; and others, which somebody may miss.
-_LIMITS = {**{option.flag: option.field for option in OPTIONS}, "--claim-timeout": "claim_timeout"}
+# Options that hold from one keeper to the next, unless they are given anew.
+_LIMITS = {option.flag: option.field for option in OPTIONS}
 _CARRIED = {**_LIMITS, "--patience": "patience"}
-_NOT_CARRIED = {"--metrics": "metrics", "--log": "log"}
 _DESCRIPTORS = {
     "--guardian-fd": "connected to the process that starts the next keeper",
-    "--listener-fd": "what a service manager passed to that process",
     "--ready-fd": "say here that it serves, and nothing on stdout",
     "--parent-fd": "stop when this reads end of file",
 }
@@ -58,8 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar = "SIZE" if option.limit.is_size else "N"
         add(option.flag, dest=option.field, metavar=metavar, help=option.help)
     add("--patience", metavar="SECONDS", type=float, help="disconnect who keeps it waiting for longer")
-    passes = f"after which the claim to publish a name passes to the next who waits (default: {CLAIM_TIMEOUT:g})"
-    add("--claim-timeout", metavar="SECONDS", help=passes)
     takes_over = "restart the keeper that runs, if one does: with what it has, and its limits unless others are given"
     add("--takeover", action="store_true", help=takes_over)
     survives = parser.add_mutually_exclusive_group()
@@ -69,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     survives.add_argument("--survive", action="store_true", help=goes_on)
     for flag, what in _DESCRIPTORS.items():
         add(flag, metavar="FD", type=int, default=-1, help=what)
-    add("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
     own = "the socket's directory was made for this keeper alone: it is removed in the end"
     add("--own-directory", action="store_true", help=own)
     add("--log", choices=event_log.FORMS, help="a line on stderr for each event")
@@ -115,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _keep(given: argparse.Namespace, options: list[str]) -> int:
     this = {"process.pid": os.getpid()}
-    recovered, said = False, ""  # of the keeper before, at a planned restart
+    before: OptionsRow | None = None  # of the keeper that this one goes on for
     is_started = given.ready_fd >= 0  # by a program that waits until it serves
     # Not of a program that has a keeper of its own: what is said there is of that program. But a restart in the
     # background is what `systemctl reload` starts.
@@ -127,8 +121,7 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
         server.loop.call_later(manager.interval, beat)
 
     def about_to_restart(pid: int) -> None:
-        if manager and server.listener.lent and not is_same_service(pid):
-            # It would take this process for dead, and start another keeper on the same listener.
+        if manager and not is_same_service(pid):  # it would take this process for dead, and start another keeper
             raise UnsupportedError(
                 "a planned restart",
                 "a process in the service of the keeper",
@@ -141,17 +134,19 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
     def ready() -> None:
         ends = "`vram stop`" if is_started else "Ctrl-C or SIGTERM"
         lines = [f"serving at {server.path} (pid {os.getpid()}); {ends} ends it"]
-        if guard is not None and guard.taken_from is not None:
-            event_log.say("vram.keeper.takeover", fields={"process.pid": guard.taken_from.pid})
-            lines.insert(0, said)
-        elif recovered:
+        state: dict[str, object] = {"READY": 1, "STATUS": f"serving at {server.path}"}
+        if guard is not None and before is not None and guard.is_restart:
+            event_log.say("vram.keeper.takeover", fields={"process.pid": before.pid})
+            limits = " ".join(_words(given, _LIMITS))
+            lines.insert(0, f"took over from pid {before.pid}{', with ' * bool(limits)}{limits}")
+            state["MAINPID"] = guard.link.pid  # which is to be watched now
+        elif before is not None:
             event_log.say("vram.keeper.recovered", fields=this)
             lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
         elif given.takeover:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
         event_log.say("vram.keeper.ready", fields={**this, "vram.keeper.socket": server.path})
-        succeeds = {"MAINPID": guard.link.pid} if guard is not None and said else {}  # which is to be watched now
-        manager.tell(READY=1, STATUS=f"serving at {server.path}", **succeeds)
+        manager.tell(**state)
         if manager.interval:
             beat()
         if is_started:
@@ -169,34 +164,20 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
         if given.guardian_fd >= 0:
             from .guarded import TO_HAND, Guard, GuardianLink
 
-            # Without what was passed to the guardian: another one has the listener from this keeper.
-            del options[options.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd") :]
+            del options[options.index("--guardian-fd") :]  # another guardian has a socket of its own
             guard = Guard(GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options]))
             if TO_HAND in guard.kept:
                 _take_over(guard, given.socket)
             guard.link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
-        listener = None if is_started else _passed_listener(given)
-        path = given.socket if listener is None else listener.path
-        server = KeeperServer(path, mode=given.mode, group=given.group, guard=guard)
+        server = KeeperServer(given.socket, mode=given.mode, group=given.group, guard=guard)
         if guard is not None:
             server.about_to_restart = about_to_restart
-            recovered = guard.recover()
-            if guard.taken_from is not None:
-                said, carried = _carry_over(guard.taken_from, given)
-                options += carried
-                guard.link.start_as([*PROGRAM, *options])
-        quotas, server.catalogue.claim_timeout = _limits(given)
-        server.limit(quotas)
+            before = guard.recover()
+            if before is not None:
+                _inherit(before, given)
+        server.limit(_limits(given))
         server.patience = IDLE if given.patience is None else given.patience
-        server.options = _words(given, _CARRIED | _NOT_CARRIED)
-        if given.listener_fd >= 0:
-            passed = socket.socket(fileno=given.listener_fd)
-            if recovered:  # with the same one, which the keeper before had given to the guardian
-                passed.close()
-            else:
-                listener = Listener.adopt(given.socket, passed, lent=True)
-        if listener is not None:
-            server.listener = listener
+        server.options = _words(given, _CARRIED)
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
         event_log.say("vram.keeper.shutdown", fields=this)
         if server.is_followed:  # whoever follows waits for the end of this process, which has much to tear down
@@ -214,23 +195,19 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
     return 0
 
 
-def _limits(given: argparse.Namespace) -> tuple[Quotas, float]:
-    """Return the ceilings, and the seconds that a claim lasts."""
+def _limits(given: argparse.Namespace) -> Quotas:
     texts = {option: getattr(given, option.field) for option in OPTIONS}
-    quotas = {one.field: parse_limit(text, one.flag) for one, text in texts.items() if text is not None}
-    claim = CLAIM_TIMEOUT if given.claim_timeout is None else parse_seconds(given.claim_timeout, "--claim-timeout")
-    return Quotas(**quotas), claim
+    return Quotas(**{one.field: parse_limit(text, one.flag) for one, text in texts.items() if text is not None})
 
 
 def _hold(given: argparse.Namespace, options: list[str]) -> NoReturn:
-    """Replace this process by the guardian, which starts keepers. Mistakes in the options, and a service manager's
-    listener, are found here: a keeper that goes on must not end because the mode of a path has changed."""
+    """Replace this process by the guardian, which starts keepers. Mistakes in the options are found here: a keeper that
+    goes on must not end because a group is no more."""
     from .guarded import guardian_command
 
     _limits(given)
     if given.group is not None:
         group_id(given.group)
-    listener = None if given.ready_fd >= 0 else _passed_listener(given)
     giver: list[str] = []
     if given.takeover:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -238,10 +215,6 @@ def _hold(given: argparse.Namespace, options: list[str]) -> NoReturn:
             os.set_inheritable(end.fileno(), True)
         giver = ["--from", *(str(end.detach()) for end in ends)]
     leave_to_children()
-    if listener is not None:
-        fd = listener.sock.detach()
-        os.set_inheritable(fd, True)
-        options = [*options, "--socket", listener.path, "--listener-fd", str(fd)]
     command = [*guardian_command(), *giver, *PROGRAM, *options]
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -269,48 +242,18 @@ def _take_over(guard: Guard, path: str | None) -> None:
     guard.kept = guard.link.everything()
 
 
-def _carry_over(before: OptionsRow, given: argparse.Namespace) -> tuple[str, list[str]]:
-    """Have those options hold that the keeper before had and that were not given anew.
-    Return what became of that keeper, for a person, and these options."""
+def _inherit(before: OptionsRow, given: argparse.Namespace) -> None:
+    """Have those options hold that the keeper before had and that were not given anew."""
     its, _ = _parser().parse_known_args(before.options)  # of another version, perhaps
-    fields = {**_CARRIED, **_NOT_CARRIED}
-    had = {flag: field for flag, field in fields.items() if getattr(its, field) is not None}
-    missing = {flag: field for flag, field in had.items() if getattr(given, field) is None}
-    carried = {flag: field for flag, field in missing.items() if flag in _CARRIED}
-    left = [flag for flag in missing if flag in _NOT_CARRIED]
-    for field in carried.values():
-        setattr(given, field, getattr(its, field))
-    limits = _words(given, _LIMITS)
-    said = f"took over from pid {before.pid}{', with ' * bool(limits)}{' '.join(limits)}"
-    return f"{said}{'; not taken over, to be given again: ' * bool(left)}{', '.join(left)}", _words(its, carried)
+    for field in _CARRIED.values():
+        if getattr(given, field) is None:
+            setattr(given, field, getattr(its, field))
 
 
 def _words(given: argparse.Namespace, fields: dict[str, str]) -> list[str]:
     """Return options, by flag and field, as they were given; without those that were not."""
     values = {flag: getattr(given, field) for flag, field in fields.items()}
     return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
-
-
-def _passed_listener(given: argparse.Namespace) -> Listener | None:
-    listener = given_listener(given.socket, given.mode, given.group)
-    if listener is not None and given.takeover:
-        listener.sock.close()
-        raise UsageError(
-            "--takeover with a listener that was passed (LISTEN_FDS): who passes it has no keeper running; leave "
-            "--takeover to ExecReload="
-        )
-    return listener
-
-
-def parse_seconds(text: str, option: str) -> float:
-    """Return a number of seconds, above 0 and at most ten years."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TTL:
-        raise UsageError(f"{option} {text[:40]!r} is not a number of seconds: above 0 and at most {MAX_TTL:.0f}")
-    return seconds
 
 
 def _let_go(server: KeeperServer) -> str:

@@ -30,7 +30,6 @@ class Listener:
     `mode` and `group` are in force before anybody can connect."""
 
     inode: tuple[int, int] | None
-    lent: bool = False  # by a service manager, which goes on listening when the keeper has ended
 
     def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None) -> None:
         self.path = path
@@ -64,16 +63,15 @@ class Listener:
         self.inode = _inode(self.path)
 
     @classmethod
-    def adopt(cls, path: str, sock: socket.socket, *, lent: bool = False) -> Listener:
-        """Take over the socket that another process bound to `path`; if it is `lent`, the path stays that one's."""
+    def adopt(cls, path: str, sock: socket.socket) -> Listener:
+        """Take over the socket that another keeper bound to `path`."""
         self = cls.__new__(cls)
         self.path = path
         self.sock = sock
-        self.lent = lent
         sock.setblocking(False)
         os.set_inheritable(sock.fileno(), False)
         sock.listen(1024)  # again, so that clients see this process's credentials and not its predecessor's
-        self.inode = None if lent else _inode(path)  # None: somebody removed it, and who is connected is served
+        self.inode = _inode(path)  # None: somebody removed it, and who is connected is served
         return self
 
     def unlink(self) -> None:

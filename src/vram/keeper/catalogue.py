@@ -29,13 +29,12 @@ The states of a version
   notes and owner stay. Only its owner may move them, and nobody gets at it while it is parked. A move begins with a
   lease that is for it, ends with that lease at the latest, and comes about in one step, in :meth:`commit`, or not at
   all. An attach during a park gets a lease on the version, and the park is given up. An attach during a wake waits for
-  it; the next in line wakes the version if the waking lease ends early, or exceeds :attr:`Catalogue.claim_timeout`.
+  it; the next in line wakes the version if the waking lease ends early.
 
 * A name under ``~user/`` belongs to the user of that name, or of that uid: nobody else may publish or claim it.
 
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
-next when its holder gives up or goes, or has had it for :attr:`Catalogue.claim_timeout` and somebody waits for it. Then
-its holder may still publish, until another has.
+next when its holder gives up or goes.
 """
 
 from __future__ import annotations
@@ -88,8 +87,6 @@ MAX_CLAIMS = 256  # of one connection
 MAX_PUBLICATIONS = 16  # of one connection, at the same time
 MAX_WATCHES = 1_024  # of one connection
 
-CLAIM_TIMEOUT = 600.0  # seconds
-
 NO_PIECES: Mapping[int, int] = MappingProxyType({})
 
 
@@ -103,12 +100,10 @@ class Catalogue:
         *,
         keeper_uid: int = 0,
         nobody: int = 65_534,
-        claim_timeout: float = CLAIM_TIMEOUT,
         name_of: Callable[[int], str] = name_of,
     ) -> None:
         self.accounts = Accounts(quotas or Quotas(), keeper_uid)
         self.nobody = nobody
-        self.claim_timeout = claim_timeout
         self.name_of = name_of
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
@@ -409,8 +404,7 @@ class Catalogue:
         return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
 
     def expire(self, now: float) -> list[Effect]:
-        """Do what is due: end waits whose time has passed, retire versions whose time to live is over, pass claims on
-        whose time is."""
+        """Do what is due: end waits whose time has passed, and retire versions whose time to live is over."""
         effects: list[Effect] = []
         for due in self.waiting.past(now):
             if isinstance(due, Waiter):
@@ -418,10 +412,6 @@ class Catalogue:
                 self._forget(due, session)
                 error = too_late(due, self._claimed(name), self._current(name), now)
                 effects.append(Answered(session, due.asked.call, error))
-            elif isinstance(due, (Claim, Lease)):
-                due.until = None  # whoever is next in line takes it, now or when somebody comes
-                self.changed[due] = False
-                effects += self._serve(due.name if isinstance(due, Claim) else due.version.name, now)
             else:
                 due.expires = None
                 effects += self._withdraw(due, "expired", now)
@@ -555,24 +545,18 @@ class Catalogue:
             if there is None or asked.owner not in (None, self.sessions[there.session].uid):
                 raise
             return waiter  # another user, who may, is about to publish it
-        if there is not None and there.until is not None:
+        if there is not None:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
             raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
         return self._claim(session, name, now, asked.call)
 
     def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
-        """Give a session the claim on a name. A holder whose time is over may still publish, until another has."""
-        until = now + self.claim_timeout
-        claim = Claim(next(self.ids), session.id, name, now, until, self.names.last(name), call)
+        """Give a session the claim on a name."""
+        claim = Claim(next(self.ids), session.id, name, now, call)
         self.changed[claim] = False
-        self.book_claim(claim)
-        return claim
-
-    def book_claim(self, claim: Claim) -> None:
-        """Note a claim wherever it is looked for; for this class, and for who restores one."""
         self.waiting.add_claim(claim)
-        self.schedule(claim.until, claim)
+        return claim
 
     def _lease(self, session: Session, version: Version, access: str, now: float, call: int) -> Lease:
         if access == "rw" and not version.writable:
@@ -608,7 +592,7 @@ class Catalogue:
         if not self.is_current(version):
             raise NotFoundError(f"{what} was replaced or removed: only the current version moves")
         if version.parked:
-            if move is not None and move.until is not None:
+            if move is not None:
                 return waiter
         elif version.writable or version.updates:
             how = "writable=True" if version.writable else "updatable=True"
@@ -624,9 +608,6 @@ class Catalogue:
         lease.purpose = purpose
         version.move = lease
         self.changed.setdefault(version, False)
-        if version.parked:
-            lease.until = now + self.claim_timeout
-            self.schedule(lease.until, lease)
         return lease
 
     def _movable(self, session: Session, name: str, number: int) -> tuple[Version, Lease]:
@@ -655,11 +636,8 @@ class Catalogue:
         version.pieces, version.known = publication.pieces, publication.known
         self.accounts.keep(version.owner, version, 1)
         version.parked = lease.purpose == "park"
-        self._end_move(version)
-        for other in version.leases.values():  # of those whose time to wake it was over
-            if other.purpose:
-                other.purpose, other.ended = "over", f"{session}, which has woken it"
-                self.changed[other] = False
+        version.move, lease.purpose = None, "over"
+        self.changed[lease] = False
         self.changed[version] = True
         return version, [freed, *self._serve(name, now)]
 
@@ -693,16 +671,10 @@ class Catalogue:
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:
-        """Raise unless a session may publish a name by a claim that it has, which may have passed on."""
+        """Raise unless a session has a claim on a name."""
         held = session.claims.get(claim)
         if held is None or held.name != name:
             raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
-        current = self._current(name)
-        if held is not self.waiting.claim_of(name) and current is not None and current.number > held.number:
-            raise BusyError(
-                f"the claim on {name!r} passed on after {self.claim_timeout:g} s, and version {current.number} was "
-                f"published since, by uid {current.owner}: attach that one, or publish without the claim"
-            )
 
     def _may_make(self, session: Session, name: str, owner: int | None) -> None:
         """Raise AccessDeniedError unless a user may have the claim on a name, so that it comes to belong to `owner`."""

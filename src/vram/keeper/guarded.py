@@ -151,11 +151,6 @@ class GuardianLink:
             self.replace()
             _send(self.sock, payload, fds)
 
-    def start_as(self, command: list[str]) -> None:
-        """Have keepers started by another command from now on."""
-        self.command = command
-        _send(self.sock, b"C" + os.fsencode("\0".join(command)), ())
-
     def hand_to(self, fd: int) -> None:
         """Have another guardian, at the other end of a socket, get everything once this keeper is gone."""
         self.flush()
@@ -243,19 +238,19 @@ class Guard:
         self.kept = link.everything()  # by number, until the keeper has recovered
         self.journal: Journal | None = None  # that the next keeper can go on from
         self.compact_at = 0
-        self.taken_from: OptionsRow | None = None  # of the keeper before, at a planned restart
+        self.is_restart = False  # a planned one
         self._before: socket.socket | None = None  # to the guardian that gave everything
         self._rows: list[Row] = []  # of connections and outcomes, to be written with the next change
         self._telling = False
 
     # -- the beginning ------------------------------------------------------------------------------------------------
-    def recover(self) -> bool:
-        """Go on where a dead keeper stopped; return False if there was none. Raises ProtocolError if its journal is
-        none: what it kept is lost."""
+    def recover(self) -> OptionsRow | None:
+        """Go on where a dead keeper stopped; return its settings, None if there was none. Raises ProtocolError if its
+        journal is none: what it kept is lost."""
         server, kept = self.server, self.kept
         if JOURNAL not in kept:  # it died before it served
             self._let_go(kept)
-            return False
+            return None
         try:
             journal = Journal(kept.pop(JOURNAL))
         except errors.ProtocolError as error:
@@ -276,11 +271,11 @@ class Guard:
                 fields={"vram.keeper.rows": rows, "vram.keeper.entries": entries},
             )
             self.compact()  # without what is lost
-        if self._before is not None:
-            self.taken_from = options
+        self.is_restart = self._before is not None
+        if self.is_restart:
             set_permissions(server.path, server.mode, server.gid)
         self.compact_at = self.journal.nbytes + _LEAST
-        return True
+        return options
 
     def _let_go(self, kept: dict[int, int]) -> None:
         """Close what is not needed, in other threads, and have it held no longer."""
@@ -368,7 +363,7 @@ class Guard:
 
     def _options(self) -> OptionsRow:
         server = self.server
-        return OptionsRow(next(server.catalogue.ids), os.getpid(), server.listener.lent, server.options)
+        return OptionsRow(next(server.catalogue.ids), os.getpid(), server.options)
 
     def _number(self, held: Held) -> int:
         """Return the number of the first descriptor, which the guardian has from now on."""
@@ -472,5 +467,5 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> Optio
             connection.unsettled = Unsettled(outcomes.get(session.id, {}), granted)
             server.introduce(connection, session)
     server.lost_rows = journal.bad + replayed.bad
-    server.listener = Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent)
+    server.listener = Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)))
     return options

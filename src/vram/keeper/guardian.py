@@ -20,7 +20,6 @@ The messages of a keeper, over a socket pair, and their answers:
  R    it serves                                             nothing
  N    with a descriptor: who asks there is to have           nothing
       everything once this keeper is gone
- C    a command, by which keepers are started from now on    nothing
  E    it ends, and is not to be followed by another         nothing
 ====  ===================================================  ==========================================
 
@@ -166,8 +165,6 @@ class Guardian:
                 self.served, self.before = True, None
                 if "--ready-fd" in self.command and not {"--log", "--parent-fd"}.intersection(self.command):
                     _write_nowhere()
-            elif kind == b"C":
-                self.command = os.fsdecode(payload[1:]).split("\0")
             elif kind == b"N":
                 self.next = socket.socket(fileno=fds[0])
             elif kind == b"E":

@@ -21,7 +21,7 @@ from ..errors import ProtocolError
 
 CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
 _FIRST = 4096  # where the records begin
-_MAGIC, _FORMAT = 0x676F6C_6D617276, 6
+_MAGIC, _FORMAT = 0x676F6C_6D617276, 7
 _HEAD = struct.Struct("<II")
 _pack = _HEAD.pack
 _MAGIC_AT, _FORMAT_AT, _END, _GENERATION = range(4)

@@ -342,12 +342,10 @@ class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
 
 
 class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
-    """The answer that this client is the one to publish: ``Publish`` with this claim, or ``Abandon``.
-    After `seconds` it passes to the next waiter; None: as soon as there is one."""
+    """The answer that this client is the one to publish: ``Publish`` with this claim, or ``Release``."""
 
     call: Number
     claim: Number
-    seconds: Seconds | None = None
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):

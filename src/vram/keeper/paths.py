@@ -15,7 +15,6 @@ from ..errors import AccessDeniedError, DriverError, PeerGoneError, UnsupportedE
 from ..sharing.channel import Credentials, check_path, check_sockets
 
 ENVIRONMENT = "VRAM_KEEPER"
-_LINKS = 40  # that are followed, as the kernel does
 PRIVATE = "vram-private-"  # how the name of a private keeper's directory begins
 
 
@@ -130,35 +129,17 @@ def how_to_be_let_in(path: str) -> str:
 
 def make_own(place: Path) -> Path:
     """Make a directory that no other user can replace or put files into, if it is missing; return it without links.
-    All directories above it are checked from the root on. Raises AccessDeniedError if another user could change one."""
-    ours = (0, os.geteuid())
-    at, links = Path("/"), 0
-    left = [*reversed(Path(os.path.abspath(place)).parts)]
-    while left:
-        one = at / left.pop()
-        try:
-            found = one.lstat()
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):  # another process of ours, or else it is looked at now
-                one.mkdir(mode=0o700)
-            found = one.lstat()
-        if found.st_uid not in ours:
+    Raises AccessDeniedError if another user could change it, or a directory above it."""
+    place = Path(os.path.realpath(place))
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in (place, *place.parents):
+        found = one.stat()
+        if found.st_uid != os.geteuid() and (found.st_uid or one == place):
             raise AccessDeniedError(f"{str(one)!r:.200} belongs to uid {found.st_uid}")
-        if stat.S_ISLNK(found.st_mode):
-            links += 1
-            if links > _LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(one))
-            left += reversed(Path(os.path.normpath(at / os.readlink(one))).parts)  # from the root on again
-            continue
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one))
         # In a sticky directory others make what they like, and move nothing of ours.
-        if found.st_mode & 0o022 and not (left and found.st_mode & stat.S_ISVTX):
+        if found.st_mode & 0o022 and (one == place or not found.st_mode & stat.S_ISVTX):
             raise AccessDeniedError(f"{str(one)!r:.200} has mode {stat.S_IMODE(found.st_mode):04o}")
-        at = one
-    if found.st_uid != ours[1]:
-        raise AccessDeniedError(f"{str(at)!r:.200} belongs to uid {found.st_uid}")
-    return at
+    return place
 
 
 def make_directory(prefix: str, place: str) -> str:

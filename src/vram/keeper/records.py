@@ -136,7 +136,6 @@ class Lease:
     page: Any = None  # the words in which its holder says that it reads what may be updated
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once it may not any more
     ended: str = ""  # who kept it from that, and how
-    until: float | None = None  # when another lease may begin to wake the version; None: now, or while it is parked
     asleep: bool = False  # nothing is mapped by it, so that the version may be parked
 
 
@@ -171,15 +170,12 @@ class Publication:
 
 
 class Claim(Struct, eq=False, array_like=True, tag=7):
-    """The right and duty of one session to publish a name; `number` is the last version when it got the claim.
-    After `until` another client that waits gets one as well; None if that is past. It is its own row."""
+    """The right and duty of one session to publish a name. It is its own row."""
 
     id: int
     session: int
     name: str
     since: float
-    until: float | None
-    number: int
     call: int = 0  # of its holder, by which it was granted
 
 

@@ -20,12 +20,11 @@ from .records import Claim, Lease, Session, Version, Waiter, record_from
 
 
 class OptionsRow(Struct, array_like=True, tag=0):
-    """The keeper's process, of which there is one row. `next_id` is above every number that was given out; `lent` says
-    that a service manager owns the listener; `options` of the command line hold after a restart, too."""
+    """The keeper's process, of which there is one row. `next_id` is above every number that was given out; `options` of
+    the command line hold after a restart, too."""
 
     next_id: int
     pid: int
-    lent: bool = False
     options: list[str] = []
 
 
@@ -93,7 +92,6 @@ class LeaseRow(Struct, array_like=True, tag=5):
     page_bytes: int = 0
     purpose: str = ""
     ended: str = ""
-    until: float | None = None
     asleep: bool = False
 
 
@@ -238,15 +236,14 @@ class Replayed:
             move = made.leases.get(row.moving)
             if move is not None and move.version.id == row.id:
                 move.version.move = move
-                made.schedule(move.until, move)
         for waiter in sorted(self.of(Waiter), key=lambda row: int(row.order)):  # first come, first served
             if waiter.session in made.sessions:
                 made.line_up(waiter)
             else:
                 self.bad += 1
-        for claim in sorted(self.of(Claim), key=lambda row: int(row.id)):  # the last of a name has not passed on
-            if claim.session in made.sessions:
-                made.book_claim(claim)
+        for claim in self.of(Claim):
+            if claim.session in made.sessions and made.waiting.claim_of(claim.name) is None:
+                made.waiting.add_claim(claim)
             else:
                 self.bad += 1
         for version in [one for one in versions.values() if not one.leases and not made.is_current(one)]:
@@ -329,7 +326,7 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
     return LeaseRow(
         one.id, one.session.id, one.version.id, one.access, one.since, one.call,
         0 if page is None else number_of(page), 0 if page is None else page.nbytes, one.purpose, one.ended,
-        one.until, one.asleep,
+        one.asleep,
     )  # fmt: skip
 
 

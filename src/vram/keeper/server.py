@@ -27,7 +27,7 @@ from ..sharing.channel import MAX_FDS, peer_credentials, transmit
 from . import event_log
 from . import messages as m
 from .bind import Listener, group_id
-from .catalogue import CLAIM_TIMEOUT, Catalogue
+from .catalogue import Catalogue
 from .connection import Connection
 from .failures import failure
 from .limits import Quotas, limit_called, over
@@ -51,7 +51,7 @@ _CLOSERS = 8  # threads that close: the last descriptor of memory frees it, a se
 
 class KeeperServer:
     """A keeper. `mode` and `group` None are 0600 and no change, or those of the keeper before.
-    `patience` and `claim_timeout` are seconds."""
+    `patience` is in seconds."""
 
     listener: Listener
 
@@ -63,7 +63,6 @@ class KeeperServer:
         group: str | None = None,
         quotas: Quotas | None = None,
         patience: float = IDLE,
-        claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
         guard: Guard | None = None,
     ) -> None:
@@ -93,7 +92,7 @@ class KeeperServer:
         self.max_handles = most_handles(limit)
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
-        self.catalogue = Catalogue(keeper_uid=os.geteuid(), nobody=_overflow_uid(), claim_timeout=claim_timeout)
+        self.catalogue = Catalogue(keeper_uid=os.geteuid(), nobody=_overflow_uid())
         self.limit(quotas or Quotas())
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello

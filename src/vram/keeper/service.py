@@ -322,8 +322,7 @@ class Service:
     def _grant(self, connection: Connection, call: int, granted: Lease | Claim) -> None:
         """Send a lease, with the first of its descriptors, or a claim."""
         if isinstance(granted, Claim):
-            left = None if granted.until is None else max(0.0, granted.until - self.server.now())
-            connection.send(m.encode(m.Claimed(call, granted.id, left)))
+            connection.send(m.encode(m.Claimed(call, granted.id)))
             return
         version, holder = granted.version, granted.session.id
         moves = bool(granted.purpose)

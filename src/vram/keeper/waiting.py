@@ -1,4 +1,4 @@
-"""The part of a catalogue that waits: attaches by name, claims until they are used or pass on, and deadlines."""
+"""The part of a catalogue that waits: attaches by name, claims until they are used, and deadlines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from .records import Claim, Lease, Session, Version, Waiter
+from .records import Claim, Session, Version, Waiter
 
-Due = Waiter | Version | Claim | Lease
+Due = Waiter | Version
 
 
 class Waiting:
@@ -19,7 +19,7 @@ class Waiting:
         self.count = 0  # of waiters
         self.claims: dict[int, Claim] = {}
         self._lines: dict[str, dict[int, Waiter]] = {}  # by name and order, in which they came
-        self._claim_of: dict[str, Claim] = {}  # the last on each name, which has not passed on
+        self._claim_of: dict[str, Claim] = {}  # by name
         self._due: list[tuple[float, int, Due]] = []  # a heap
         self._ids = itertools.count()
 
@@ -45,18 +45,16 @@ class Waiting:
 
     # -- claims -------------------------------------------------------------------------------------------------------
     def claim_of(self, name: str) -> Claim | None:
-        """Return the claim on a name that has not passed on."""
+        """Return the claim on a name, if there is one."""
         return self._claim_of.get(name)
 
     def add_claim(self, claim: Claim) -> None:
-        """Note a claim, which is now the one on its name."""
+        """Note a claim, the one on its name."""
         self._claim_of[claim.name] = self._sessions[claim.session].claims[claim.id] = self.claims[claim.id] = claim
 
     def remove_claim(self, claim: Claim, session: Session) -> None:
         """End a claim of this session."""
-        del self.claims[claim.id], session.claims[claim.id]
-        if self._claim_of.get(claim.name) is claim:
-            del self._claim_of[claim.name]
+        del self.claims[claim.id], session.claims[claim.id], self._claim_of[claim.name]
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -73,7 +71,7 @@ class Waiting:
             return
         heapq.heappush(self._due, (when, next(self._ids), due))
         # A client that waits and gives up for ever must not make it grow.
-        if len(self._due) > 64 + 2 * (self.count + len(self.claims) + versions):
+        if len(self._due) > 64 + 2 * (self.count + versions):
             self._due = [one for one in self._due if self._is_awaited(one[2])]
             heapq.heapify(self._due)
 
@@ -87,8 +85,4 @@ class Waiting:
     def _is_awaited(self, due: Due) -> bool:
         if isinstance(due, Waiter):
             return due.order in self._lines.get(due.asked.name, ())
-        if isinstance(due, Claim):
-            return due.id in self.claims
-        if isinstance(due, Lease):
-            return due.version.move is due and due.until is not None
         return due.expires is not None
