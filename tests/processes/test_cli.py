@@ -140,7 +140,6 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
         "name": "big/lm",
         "holders": [],
         "nbytes": 0,
-        "forced": [],
         "more": 0,
     }
 
@@ -385,7 +384,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["park", "n"], "n"),
     (["park", "n", "--timeout", "-1"], "seconds"),
     (["revoke", "n"], "n"),
-    (["revoke", "n", "--force"], "n"),
     (["revoke", "a b"], "a name"),
     (["revoke", "n", "--version", "0"], "count from 1"),
     (["revoke", "n", "--timeout", "-1"], "seconds"),

@@ -273,16 +273,6 @@ def test_what_was_revoked_is_let_go(model: vram.typing.Follower) -> None:
 
 
 @with_keeper
-def test_leases_that_were_ended_by_force_are_let_go(model: vram.typing.Follower) -> None:
-    view = model["w"].numpy()
-    assert vram.revoke("n", timeout=0.2, force=True).forced
-    until(lambda: model.state == "revoked", what="that it is let go")
-    publish(2)
-    comes_to(model, 2)
-    assert int(view[0]) == 1
-
-
-@with_keeper
 @pytest.mark.parametrize("how", [{"expect": {"kind": "a"}}, {"same_arrays": True}], ids=["meta", "arrays"])
 def test_a_version_that_is_something_else_is_refused(how: dict[str, Any]) -> None:
     """The one before stays, and it is said why; the next one that is as it should be is taken."""

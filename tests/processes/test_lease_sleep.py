@@ -148,18 +148,6 @@ class TestMeanwhile:
             assert lease.is_stale()
             assert lease.is_revoked() is (how == "revoked")
 
-    def test_the_lease_is_ended_by_force(self) -> None:
-        publish("host")
-        lease = vram.attach("w")
-        lease.sleep()
-        vram.revoke("w", timeout=0.0, force=True)
-        for _ in range(2):
-            with pytest.raises((NotFoundError, PeerGoneError)):
-                lease.wake()
-        version = publish("host", 2)
-        assert (lease.wake(newest=True), seen(lease)) == (version, {2})
-        lease.close()
-
     @everywhere
     def test_a_newer_version_of_the_same_layout(self, device: str) -> None:
         publish(device)

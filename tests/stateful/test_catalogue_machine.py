@@ -23,7 +23,6 @@ from vram.keeper.records import (
     Answered,
     Claim,
     Effect,
-    Evicted,
     Free,
     Lease,
     Notify,
@@ -245,17 +244,15 @@ def told(effects: list[Effect]) -> list[Any]:
                 out.append(("refused", session.id, call, type(error).__name__))
             case Notify(session, name, version, reason, current):
                 out.append(("notify", session.id, name, version, reason, current))
-            case Evicted(session, name, version):
-                out.append(("evicted", session.id, name, version))
     return out
 
 
 def same(real: list[Effect], expected: list[Any]) -> None:
     """The same effects; each kind in the same order, unless those of several names come together."""
-    for kind in ("granted", "claimed", "refused", "notify", "free", "evicted"):
+    for kind in ("granted", "claimed", "refused", "notify", "free"):
         mine = [effect for effect in told(real) if effect[0] == kind]
         theirs = [effect for effect in expected if effect[0] == kind]
-        if kind in ("free", "notify", "evicted"):
+        if kind in ("free", "notify"):
             mine.sort()
             theirs.sort()
         assert mine == theirs
@@ -488,14 +485,11 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     # -- retiring -----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
-    @rule(pick=PICK, name=NAMES, number=st.integers(0, 3), revoke=st.booleans(), force=st.integers(0, 3))
-    def remove(self, pick: int, name: str, number: int, revoke: bool, force: int) -> None:
+    @rule(pick=PICK, name=NAMES, number=st.integers(0, 3), revoke=st.booleans())
+    def remove(self, pick: int, name: str, number: int, revoke: bool) -> None:
         session = self.session(pick)
         model = self.model
-        options: dict[str, Any] = {"now": self.now, "revoke": revoke, "force": revoke and not force}
-        if options["force"] and session.uid != KEEPER:
-            self.fails("AccessDeniedError", self.real.remove, session, name, number, **options)
-            return
+        options: dict[str, Any] = {"now": self.now, "revoke": revoke}
         states = ("current", "superseded", "withdrawn") if revoke else ("current", "superseded")
         usable = [v for v in model.versions if v.name == name and v.state in states]
         current = model.current(name)
@@ -518,11 +512,6 @@ class CatalogueMachine(RuleBasedStateMachine):
                 expected += model.withdraw(version, "revoked" if revoke else "removed")
             elif not asked:
                 expected += model.notify(version, "revoked")
-            if options["force"]:
-                held = {s for s, v in model.leases if v is version}
-                model.leases = [(s, v) for s, v in model.leases if v is not version]
-                expected += model.settle(version)
-                expected += [("evicted", s, name, version.number) for s in held - {session.id}]
         same(self.real.remove(session, name, number, **options), expected)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))

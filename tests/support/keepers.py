@@ -25,9 +25,9 @@ def fork_keepers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeeperProcess, "_started", staticmethod(_started))
 
 
-def _started(command: Sequence[str], *, stderr: IO[bytes], fds: Sequence[int], user: int | None) -> Any:
-    if command[0] != sys.executable or command[1] != "-P" or user is not None:
-        return EXECUTED(command, stderr=stderr, fds=fds, user=user)
+def _started(command: Sequence[str], *, stderr: IO[bytes], fds: Sequence[int]) -> Any:
+    if command[0] != sys.executable or command[1] != "-P":
+        return EXECUTED(command, stderr=stderr, fds=fds)
     return _Forked(command[command.index("vram.keeper") + 1 :], stderr, fds)
 
 

@@ -387,9 +387,9 @@ def list_(
     if as_json:
         print_list(administration.list_entries(prefix, keeper=socket))
         return
-    from .tables import MOST_META, show_entries
+    from .tables import show_entries
 
-    entries = administration.list_entries(prefix, keeper=socket, most_meta=MOST_META)
+    entries = administration.list_entries(prefix, keeper=socket)
     if entries:
         show_entries(entries)
     else:
@@ -490,26 +490,15 @@ def revoke(
     name: EntryName,
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for its readers.")] = 10.0,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Then end the leases that are left; only the user who runs the keeper may."),
-    ] = False,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
     """Retire an entry, ask its readers to let go, and wait. Exit status 1 if some still hold it: it says who."""
     from ..entries import administration
 
-    left = administration.revoke(name, version=version, timeout=timeout, force=force, keeper=socket)
+    left = administration.revoke(name, version=version, timeout=timeout, keeper=socket)
     which = name if version is None else f"{name} version {version}"
-    if left.forced and not as_json:
-        from .tables import holder_table, show_table
-
-        print(f"revoked {which}, and ended the leases that were left. These processes keep their mappings until they")
-        print("close them or end; the keeper does not count them any more:")
-        show_table(holder_table(left.forced))
-        _print_more(left.more)
-    elif as_json or not left.holders:
+    if as_json or not left.holders:
         print_result(left, as_json, f"revoked {which}: nobody holds it any more")
     else:
         from .tables import holder_table, show_table

@@ -22,7 +22,6 @@ from ..spec import format_size, printable
 if TYPE_CHECKING:
     from ..transports import Selection
 
-MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
 _DISPENSABLE = ("segments", "old", "meta", "uid", "age")  # on a narrow terminal, in this order: vram show has them
 _FEW = 500  # rows that rich may make beautiful
 
@@ -113,7 +112,7 @@ def entry_table(entries: Sequence[EntryInfo], without: Collection[str] = ()) -> 
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
             str(entry.owner),
             format_age(entry.age),
-            f"({format_size(entry.left_out)}: see vram show)" if entry.left_out else _pairs(entry.meta),
+            _pairs(entry.meta),
         )
         table.add_row(*(cell for title, cell in zip(titles, cells, strict=True) if title not in without))
     return table

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
+from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_version
 from ..lifetime import shielded
 from ..open_files import close_fds
 from ..spec import check_timeout
-from .keepers import TIMEOUT, check_flag, connect
+from .keepers import TIMEOUT, connect
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
@@ -22,33 +22,24 @@ if TYPE_CHECKING:
     from ..sharing.descriptor import Manifest
 
 
-def list_entries(
-    prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None, most_meta: int | None = None
-) -> list[EntryInfo]:
+def list_entries(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[EntryInfo]:
     """Return what is published under names that begin with `prefix`, sorted by name.
 
     Parameters
     ----------
     prefix : str
         A prefix of the names; by default all of them.
-    most_meta : int, optional
-        Bytes of `meta` that an entry may come with; one that says more comes without, which is quicker where there are
-        many. By default everything comes.
     keeper : Keeper, str or PathLike, optional
         The keeper to ask; see :func:`vram.attach`.
 
     Raises
     ------
-    UsageError
-        If `most_meta` is no number of bytes.
     PeerGoneError
         If there is no keeper.
     """
-    if most_meta is not None and (type(most_meta) is not int or most_meta < 0):
-        raise UsageError(f"most_meta must be a number of bytes, 0 or more, or None for all, not {most_meta!r:.40}")
     from ..keeper.reports import Listing
 
-    return Listing(connect(keeper).list(prefix, most_meta=most_meta))
+    return Listing(connect(keeper).list(prefix))
 
 
 def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> EntryInfo:
@@ -133,7 +124,6 @@ def revoke(
     *,
     version: int | None = None,
     timeout: float | None = TIMEOUT,
-    force: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> RevokeInfo:
     """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
@@ -150,38 +140,26 @@ def revoke(
         Only this one.
     timeout : float or None
         Seconds to wait for the readers; 0 only asks them, None waits for ever.
-    force : bool
-        End the leases of those who have not let go by then, so that the keeper does not count that memory any more; for
-        the user who runs the keeper alone. Their connections end, and with them all their leases from this keeper,
-        which are stale from then on. Their mappings stay, and the kernel keeps its memory until they
-        close it or end. A call that waits for the keeper then, and :meth:`Lease.fileno` and :meth:`Lease.on_revoke` of
-        such a lease, raise `PeerGoneError`, which says why; other calls connect anew. The connection of the process
-        that uses force stays.
     keeper : Keeper, str or PathLike, optional
         The keeper to ask; see :func:`vram.attach`.
 
     Returns
     -------
     RevokeInfo
-        The `holders` that are left when the time is over; nobody, if all let go. With `force`, those whose leases were
-        ended are in `forced`. At most 1,000 leases are named; `more` is how many there are besides. May be called
-        again.
+        The `holders` that are left when the time is over; nobody, if all let go. At most 1,000 leases are named;
+        `more` is how many there are besides. May be called again.
 
     Raises
     ------
     NotFoundError
         If there is no such entry or version, and nobody holds one.
     AccessDeniedError
-        If it belongs to another user, unless this one runs the keeper. With `force`, also if it is this user's own,
-        unless this one runs the keeper.
-    UnsupportedError
-        If the keeper is older than `force`.
+        If it belongs to another user, unless this one runs the keeper.
     PeerGoneError
         If there is no keeper, or it ends while this waits: its leases are over, what is mapped stays with its readers.
     """
     check_version(version)
-    by_force = check_flag(force, "force")
-    return connect(keeper).revoke(name, version, timeout=check_timeout(timeout), force=by_force)
+    return connect(keeper).revoke(name, version, timeout=check_timeout(timeout))
 
 
 def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[HolderInfo]:

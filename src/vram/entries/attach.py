@@ -75,7 +75,7 @@ def attach(
         not concerned.
     owner : int or str, optional
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
-        several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
+        several users may connect, any of them may publish under any name that is free, but for names under ``~uid/``,
         which are that user's alone.
     only : sequence of str, optional
         Patterns of names, such as ``["layers.0.*", "norm"]`` (``*``, ``?`` and ``[...]`` as of :mod:`fnmatch`): the
@@ -223,7 +223,7 @@ def attach_or_publish(
     MismatchError
         If what is there belongs to another user and differs from `expect`, or from `owner`.
     AccessDeniedError
-        If nothing is there, and this user may not publish it: not under ``~user/`` of another, nor for another `owner`.
+        If nothing is there, and this user may not publish it: not under ``~uid/`` of another, nor for another `owner`.
     PeerGoneError
         If there is no keeper, or none came within `timeout`; or, at once, if it went away meanwhile.
     AsleepError

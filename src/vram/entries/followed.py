@@ -285,7 +285,7 @@ class Following:
     def _heed_revoke(self) -> None:
         """Let the version go that its owner wants back."""
         root = self.now.lease
-        if root is not None and (root._revoked or (root.name, root.version) in root._client.taken_back):
+        if root is not None and root._revoked:
             problem = NotFoundError(
                 f"{root.name!r} version {root.version} was revoked by its owner, and nothing newer was published since"
             )

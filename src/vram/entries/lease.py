@@ -529,12 +529,9 @@ class Lease(Owned, Mapping[str, Array]):
             try:
                 self._revoked = self._client.is_revoked(self._leased)
             except PeerGoneError:
-                if (self.name, self.version) not in self._client.taken_back:
-                    from .following import reconnect  # as in is_stale
+                from .following import reconnect  # as in is_stale
 
-                    reconnect(self)
-                    return False
-                self._revoked = True
+                reconnect(self)
         return self._revoked
 
     @shielded

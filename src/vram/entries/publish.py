@@ -85,7 +85,7 @@ def publish(
     ----------
     name : str
         1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots. In
-        front there may be ``~user/``, with the name or the uid of a user: only that user may publish there.
+        front there may be ``~uid/``: only the user of that uid may publish there.
     arrays : mapping of str to array, a module, or a table
         vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
         its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and

@@ -31,7 +31,7 @@ The states of a version
   all. An attach during a park gets a lease on the version, and the park is given up. An attach during a wake waits for
   it; the next in line wakes the version if the waking lease ends early.
 
-* A name under ``~user/`` belongs to the user of that name, or of that uid: nobody else may publish or claim it.
+* A name under ``~uid/`` belongs to the user of that uid: nobody else may publish or claim it.
 
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
 next when its holder gives up or goes.
@@ -40,7 +40,7 @@ next when its holder gives up or goes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -66,7 +66,6 @@ from .records import (
     Answered,
     Claim,
     Effect,
-    Evicted,
     Free,
     Lease,
     Name,
@@ -78,7 +77,7 @@ from .records import (
     beginning,
     packed,
 )
-from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
+from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of
 from .waiting import Due, Waiting
 
 MAX_LEASES = 65_536  # of one connection
@@ -100,11 +99,9 @@ class Catalogue:
         *,
         keeper_uid: int = 0,
         nobody: int = 65_534,
-        name_of: Callable[[int], str] = name_of,
     ) -> None:
         self.accounts = Accounts(quotas or Quotas(), keeper_uid)
         self.nobody = nobody
-        self.name_of = name_of
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
         self.versions: dict[int, Version] = {}
@@ -345,16 +342,10 @@ class Catalogue:
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(
-        self, session: Session, name: str, version: int = 0, *, now: float, revoke: bool = False, force: bool = False
+        self, session: Session, name: str, version: int = 0, *, now: float, revoke: bool = False
     ) -> list[Effect]:
         """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
-        `revoke` asks readers to let go, also of removed versions; `force` ends leases, and evicts other sessions."""
-        if force and session.uid != self.accounts.keeper_uid:
-            raise AccessDeniedError(
-                f"only uid {self.accounts.keeper_uid}, who runs this keeper, may end leases by force, not uid "
-                f"{session.uid}; without force its readers are asked to let go"
-            )
-        revoke = revoke or force
+        `revoke` asks readers to let go, also of removed versions."""
         known = self.names.known.get(name)
         if known is None:
             raise unknown(check_name(name))
@@ -387,21 +378,7 @@ class Catalogue:
             elif not asked:
                 there_is = self._current(name)
                 effects += self._notify(one, "revoked", 0 if there_is is None else there_is.number)
-            if force:
-                effects += self._evict(one, session, now)
         return effects
-
-    def _evict(self, version: Version, by: Session, now: float) -> list[Effect]:
-        """End all leases on a version."""
-        effects: list[Effect] = []
-        held = list(version.leases.values())
-        for lease in held:
-            effects += self._end(lease, now)
-        sessions = dict.fromkeys(lease.session.id for lease in held if lease.session is not by)
-        for number in sessions:
-            self.sessions[number].evicted = version.name, version.number
-            self.changed[self.sessions[number]] = False
-        return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
 
     def expire(self, now: float) -> list[Effect]:
         """Do what is due: end waits whose time has passed, and retire versions whose time to live is over."""
@@ -568,7 +545,7 @@ class Catalogue:
             raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
-            self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
+            self._end_move(version)  # of who is parking it: readers come first
         lease = Lease(next(self.ids), session, version, access, now, call)
         self.book(lease)
         self.changed[lease] = False
@@ -620,8 +597,8 @@ class Catalogue:
         if not self.is_current(version):
             raise NotFoundError(f"{what} was replaced or removed while its bytes were moved")
         if lease.purpose == "over":
-            moved = f"{what} was attached, or woken, while its bytes were moved: they stay where they are"
-            raise BusyError(moved, (lease.ended,) if lease.ended else ())
+            readers = tuple(str(one.session) for one in version.leases.values() if one is not lease)
+            raise BusyError(f"{what} was attached while its bytes were moved: they stay where they are", readers[:20])
         return version, lease
 
     def _move(self, publication: Publication, token: Any, now: float, nbytes: int) -> tuple[Version, list[Effect]]:
@@ -631,7 +608,6 @@ class Catalogue:
         self.accounts.admit(session.uid, publication, 0, version, goes=True)
         freed = Free(version.token)
         self.accounts.drop(version.owner, version, 1)
-        self.names.known[name].held += nbytes - version.nbytes  # by the lease of this move, at least
         version.token, version.nbytes, version.handles = token, nbytes, publication.handles
         version.pieces, version.known = publication.pieces, publication.known
         self.accounts.keep(version.owner, version, 1)
@@ -641,13 +617,13 @@ class Catalogue:
         self.changed[version] = True
         return version, [freed, *self._serve(name, now)]
 
-    def _end_move(self, version: Version, ended: str = "") -> None:
-        """End what is under way, if anything is; `ended` says who did."""
+    def _end_move(self, version: Version) -> None:
+        """End what is under way, if anything is."""
         move, version.move = version.move, None
         if move is not None:
             self.changed.setdefault(version, False)
             if not version.parked:
-                move.purpose, move.ended = "over", ended
+                move.purpose = "over"
                 self.changed[move] = False
 
     def _serve(self, name: str, now: float) -> list[Effect]:
@@ -685,21 +661,13 @@ class Catalogue:
                 f"about to. Attach it with a timeout to wait for that"
             )
 
-    def _check_home(self, session: Session, name: str) -> None:
-        user = home_of(name)
-        if user is None or user == str(session.uid) or (not user.isdecimal() and user == self.user_of(session)):
-            return
-        raise AccessDeniedError(
-            f"only the user called {user!r} may publish {name!r}, and this is uid {session.uid}"
-            f"{f', {session.user}' if session.user else ''}; names under ~{session.uid}/ are yours"
-        )
-
-    def user_of(self, session: Session) -> str:
-        """Return the name of a session's user, asked once; empty if there is none."""
-        if session.user is None:
-            session.user = self.name_of(session.uid)
-            self.changed[session] = False
-        return session.user
+    @staticmethod
+    def _check_home(session: Session, name: str) -> None:
+        if home_of(name) not in (None, session.uid):
+            raise AccessDeniedError(
+                f"only uid {home_of(name)} may publish {name!r}, and this is uid {session.uid}; names under "
+                f"~{session.uid}/ are yours"
+            )
 
     def _may_publish(self, session: Session, name: str) -> None:
         if session.uid == self.nobody:
@@ -720,8 +688,6 @@ class Catalogue:
         version, uid = lease.version, lease.session.uid
         known = self.names.known[version.name]
         self.names.count_lease(known, 1)
-        if not version.leases:
-            known.held += version.nbytes
         version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
         before = version.holders.get(uid, 0)
         version.holders[uid] = before + 1
@@ -743,12 +709,10 @@ class Catalogue:
             del version.holders[session.uid]
             if known.current is not version:
                 self.accounts.release_version(session.uid, version)
-        if not version.leases:
-            known.held -= version.nbytes
-            if known.current is not version:
-                del known.older[version.number]
-                effects.append(self._free(version))
-                self._tidy(known)
+        if not version.leases and known.current is not version:
+            del known.older[version.number]
+            effects.append(self._free(version))
+            self._tidy(known)
         return effects + self._serve(version.name, now) if moved else effects  # the next in line wakes it
 
     def _free_page(self, lease: Lease) -> Free:

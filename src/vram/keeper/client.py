@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -248,11 +247,11 @@ class KeeperClient(RpcConnection):
 
     def is_stale(self, leased: Attachment) -> bool:
         """Return whether the leased version is no longer the one that attaching by name would give."""
-        return (leased.name, leased.version) in self.taken_back or self.state(leased.lease_id).stale
+        return self.state(leased.lease_id).stale
 
     def is_revoked(self, leased: Attachment) -> bool:
         """Return whether the readers of the leased version were asked to let go."""
-        return (leased.name, leased.version) in self.taken_back or self.state(leased.lease_id).revoked
+        return self.state(leased.lease_id).revoked
 
     @shielded(undo=lambda _, made: made.stop())
     def watch(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> Subscription:
@@ -293,18 +292,10 @@ class KeeperClient(RpcConnection):
             if known and not version:
                 known.pop(name, None)
 
-    def revoke(
-        self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False
-    ) -> RevokeInfo:
-        """Remove a name or version, ask its readers to let go, and wait for that, up to `timeout` seconds if not None.
-        `force`, for the keeper's own user, ends the leases that are left and their connections. Mappings stay."""
+    def revoke(self, name: str, version: int | None = None, *, timeout: float | None = 10.0) -> RevokeInfo:
+        """Remove a name or version, ask its readers to let go, and wait for that, up to `timeout` seconds."""
         from .reports import RevokeInfo  # loaded here: processes that only attach need none of it
 
-        if force and (owner := self.server().uid) != os.geteuid():  # before anything is done; the keeper looks again
-            raise AccessDeniedError(
-                f"only uid {owner}, who runs the keeper at {self.path}, may end leases by force, not uid "
-                f"{os.geteuid()}; without force its readers are asked to let go"
-            )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
         asked = {row.version for row in self._left(name) if row.is_revoked} if version is None else {version}
@@ -320,16 +311,10 @@ class KeeperClient(RpcConnection):
         holders = (holder for row in left for holder in self.holders_of(name, row.version))
         listed = tuple(itertools.islice(holders, _LISTED))
         more = max(0, sum(row.readers for row in left) - _LISTED) if len(listed) == _LISTED else 0
-        if force and listed:
-            for row in left:
-                with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
-                    self._request(m.Done, m.Remove, name, row.version, True, True)
-                self.taken_back.add((name, row.version))  # if this process has one of the leases
-            return RevokeInfo(name, (), 0, listed, more)
         held = {holder.version for holder in listed}
         if more:  # what is behind the last one that is listed was not looked at
             held.update(row.version for row in left if row.version > listed[-1].version)
-        return RevokeInfo(name, listed, sum(row.nbytes for row in left if row.version in held), (), more)
+        return RevokeInfo(name, listed, sum(row.nbytes for row in left if row.version in held), more)
 
     def _left(self, name: str) -> Sequence[VersionInfo]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
@@ -399,22 +384,19 @@ class KeeperClient(RpcConnection):
     # -- looking ------------------------------------------------------------------------------------------------------
     # The classes of the replies are loaded by the first of these: each takes a millisecond to make, and a process that
     # only attaches asks for none.
-    def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
-        """Return the entries whose names begin with `prefix`, in order.
-        Meta of more than `most_meta` bytes is left out; the row says how many bytes it has."""
+    def list(self, prefix: str = "") -> list[EntryInfo]:
+        """Return the entries whose names begin with `prefix`, in order."""
         from .reports import EntryInfo
 
         check_prefix(prefix)
-        most = m.saturated(2**63 if most_meta is None else most_meta)
-        rows = self._rows(EntryInfo, lambda call, row: m.List(call, prefix, row.name if row else "", most))
-        return [*rows]
+        return [*self._rows(EntryInfo, lambda call, row: m.List(call, prefix, row.name if row else ""))]
 
     def page(self, prefix: str = "", after: str = "") -> tuple[Sequence[EntryInfo], bool]:
         """Return the entries behind the name `after`, as many as one message takes, with devices and without meta;
         and whether there are more."""
         from .reports import EntryInfo
 
-        page = self._request(m.Rows, m.List, check_prefix(prefix), after, 0, True)
+        page = self._request(m.Rows, m.List, check_prefix(prefix), after, True)
         return m.decode_rows(page.rows, EntryInfo), page.more
 
     def show(self, name: str) -> EntryInfo:

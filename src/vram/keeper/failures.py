@@ -11,7 +11,7 @@ from .messages import Error
 
 if TYPE_CHECKING:
     from ..sharing.channel import Credentials
-    from .records import Evicted, Session, Version, Waiter
+    from .records import Session, Version, Waiter
 
     Claimant = tuple[Session, float] | None  # the session that has a claim, and since when
 
@@ -136,15 +136,6 @@ def no_lender(path: str) -> errors.AccessDeniedError:
         f"{path} is a keeper, not a lender: what it keeps has names, which `vram ls --socket {path}` shows. "
         f"vram.attach(name, keeper={path!r}) maps one"
     )
-
-
-def goodbye(evicted: Evicted, path: str) -> Error:
-    """Return the last message to a process whose lease was ended by force, before its connection is closed."""
-    said = errors.PeerGoneError(
-        f"the user who runs the keeper at {path} took back {evicted.name!r} version {evicted.version} by force, which "
-        f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"
-    )
-    return Error(0, type(said).__name__, str(said), [evicted.name, str(evicted.version)])
 
 
 def silent_words(who: Credentials) -> str:

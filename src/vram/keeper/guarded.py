@@ -53,7 +53,7 @@ from . import messages as m
 from .bind import Listener, set_permissions
 from .connection import Connection, Held, Unsettled
 from .journal import Journal
-from .records import Evicted, Notify, Session
+from .records import Notify, Session
 from .rows import OptionsRow, OutcomeRow, Replayed, Row, changes, encode, everything
 from .rules import GUARDIAN
 from .server import ENDING, KeeperServer
@@ -317,17 +317,14 @@ class Guard:
             session = connection.session
             if connection.closed or session is None:
                 continue
-            if session.evicted is not None:
-                server.service.carry_out([Evicted(session, *session.evicted)])
-            else:
-                connection.send(m.encode(m.Recovered(0, generation, server.pid)))
-                for version in [one for one in session.watches.values() if not catalogue.is_current(one)]:
-                    current = catalogue.names.current(version.name)  # that news may not have been sent
-                    reason = "revoked" if version.revoked else "removed" if version.withdrawn else "replaced"
-                    number = 0 if current is None else current.number
-                    server.service.carry_out([Notify(session, version.name, version.number, reason, number)])
-                if not connection.queue:
-                    connection.resume()
+            connection.send(m.encode(m.Recovered(0, generation, server.pid)))
+            for version in [one for one in session.watches.values() if not catalogue.is_current(one)]:
+                current = catalogue.names.current(version.name)  # that news may not have been sent
+                reason = "revoked" if version.revoked else "removed" if version.withdrawn else "replaced"
+                number = 0 if current is None else current.number
+                server.service.carry_out([Notify(session, version.name, version.number, reason, number)])
+            if not connection.queue:
+                connection.resume()
 
     def watch(self) -> None:
         """Tell the guardian that this keeper serves, and see whether it is there, from now on."""

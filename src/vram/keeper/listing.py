@@ -33,8 +33,6 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Rows:
     room = _PAGE // 2 if request.devices else _PAGE
     for version, older in catalogue.names.listed(request.prefix, request.after):
         leases, held = catalogue.names.held(version.name)
-        size = len(version.notes)
-        left_out = size if size > request.most_meta else 0
         row = EntryInfo(
             name=version.name,
             version=version.number,
@@ -46,10 +44,9 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Rows:
             retired=older,
             age=now - version.published,
             ttl_left=None if version.expires is None else version.expires - now,
-            meta={} if left_out else _packed(version),
+            meta={} if request.devices else _packed(version),
             leases=leases,
             held_bytes=m.saturated(held),
-            left_out=left_out,
             parked=version.parked,
             updatable=version.updates > 0,
             devices=_devices(version) if request.devices else (),

@@ -178,13 +178,12 @@ class Watch(Struct, frozen=True, array_like=True, tag="watch"):
 
 
 class List(Struct, frozen=True, array_like=True, tag="list"):
-    """A request for the entries with a prefix that come behind `after`, as many as one message takes.
-    Meta of more than `most_meta` bytes is left out. `devices` takes as long again as all the rest."""
+    """A request for the entries with a prefix that come behind `after`, as many as one message takes. With `devices`,
+    which take as long again as all the rest, meta is left out."""
 
     call: Number
     prefix: Name = ""
     after: Name = ""
-    most_meta: Size = 2**63 - 1
     devices: bool = False
 
 
@@ -206,14 +205,12 @@ class Holders(Struct, frozen=True, array_like=True, tag="holders"):
 
 
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
-    """A request to remove a name or one version of it (0: all).
-    `revoke` asks its readers to let go; `force` ends their leases, and disconnects them."""
+    """A request to remove a name or one version of it (0: all); `revoke` asks its readers to let go."""
 
     call: Number
     name: Name
     version: Number = 0
     revoke: bool = False
-    force: bool = False
 
 
 class Page(Struct, frozen=True, array_like=True, tag="page"):
@@ -456,8 +453,7 @@ class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
 
 
 class Error(Struct, frozen=True, array_like=True, tag="error"):
-    """An exception of :mod:`vram.errors`, by name. After an error with call 0 the keeper hangs up.
-    Its `details` are then the name and the version of a lease that was ended by force, if that is why."""
+    """An exception of :mod:`vram.errors`, by name. After an error with call 0 the keeper hangs up."""
 
     call: Number
     kind: Word

@@ -57,7 +57,9 @@ class Names:
     def held(self, name: str) -> tuple[int, int]:
         """Return the number of leases on the versions of a name, and the bytes of those versions, each counted once."""
         known = self.known.get(name)
-        return (0, 0) if known is None else (known.leases, known.held)
+        if known is None:
+            return 0, 0
+        return known.leases, sum(version.nbytes for version in known.beginning(0) if version.leases)
 
     def listed(self, prefix: str = "", after: str = "") -> Iterator[tuple[Version, int]]:
         """Yield the current versions of names beginning with `prefix` and behind `after`, in order of their names,

@@ -175,7 +175,7 @@ def _end(private: KeeperProcess) -> None:
 
 class KeeperProcess:
     """A keeper as a child process, until :meth:`stop` or the end of this process; it has `timeout` seconds to serve.
-    `launcher` is a command that executes its arguments; another `user` needs root."""
+    `launcher` is a command that executes its arguments."""
 
     _directory = ""  # of its own
 
@@ -185,7 +185,6 @@ class KeeperProcess:
         options: Sequence[str] = (),
         *,
         timeout: float = START,
-        user: int | None = None,
         launcher: Sequence[str] = (),
     ) -> None:
         check_platform()
@@ -211,7 +210,6 @@ class KeeperProcess:
                 ],
                 stderr=self._stderr,
                 fds=(ready_child, parent_child),
-                user=user,
             )
             failed.pop_all()
         _running.add(self)
@@ -242,9 +240,7 @@ class KeeperProcess:
         return made
 
     @staticmethod
-    def _started(
-        command: Sequence[str], *, stderr: IO[bytes], fds: Sequence[int], user: int | None
-    ) -> subprocess.Popen[bytes]:
+    def _started(command: Sequence[str], *, stderr: IO[bytes], fds: Sequence[int]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -253,7 +249,6 @@ class KeeperProcess:
             pass_fds=fds,
             env=_environment(),
             start_new_session=True,  # Ctrl-C is for us; we stop it
-            user=user,
         )
 
     @property

@@ -51,8 +51,6 @@ class Session:
     claims: dict[int, Claim] = field(default_factory=dict)
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
-    evicted: tuple[str, int] | None = None  # name and version of a lease that was ended by force: it is to hear that
-    user: str | None = None  # the name of its user, once it was asked for; empty if there is none
     peer: int = 0  # under which a guardian has the socket
 
     @property
@@ -135,7 +133,6 @@ class Lease:
     call: int = 0  # of its holder, by which it was granted
     page: Any = None  # the words in which its holder says that it reads what may be updated
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once it may not any more
-    ended: str = ""  # who kept it from that, and how
     asleep: bool = False  # nothing is mapped by it, so that the version may be parked
 
 
@@ -222,16 +219,7 @@ class Notify:
     current: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """A lease of this session was ended by force: its connection has to end, so that it hears of it."""
-
-    session: Session
-    name: str
-    version: int
-
-
-Effect = Free | Answered | Notify | Evicted
+Effect = Free | Answered | Notify
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +230,6 @@ class Name:
     current: Version | None = None
     older: dict[int, Version] = field(default_factory=dict)  # superseded or withdrawn, and still leased
     leases: int = 0  # on all of them
-    held: int = 0  # bytes of those that somebody leases
     last: int = 0  # the number of its last version
 
     def beginning(self, number: int) -> Iterator[Version]:

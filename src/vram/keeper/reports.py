@@ -62,7 +62,7 @@ class HolderInfo(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RevokeInfo:
-    """The leases that are left after a revoke; none, if all readers released in time or were ended by force.
+    """The leases that are left after a revoke; none, if all readers released in time.
 
     At most 1,000 leases are listed.
 
@@ -72,9 +72,6 @@ class RevokeInfo:
         The leases that are left, by version and age. Empty if all were released.
     nbytes : int
         Bytes of memory that they keep, each version's once.
-    forced : tuple of HolderInfo
-        The leases that were ended by force. Their processes keep their mappings, and the kernel keeps the memory for
-        them, until they close it or end: the keeper does not count it any more.
     more : int
         How many leases there were beyond those that are listed.
     """
@@ -82,7 +79,6 @@ class RevokeInfo:
     name: str
     holders: tuple[HolderInfo, ...]
     nbytes: int
-    forced: tuple[HolderInfo, ...] = ()
     more: int = 0
 
 
@@ -141,8 +137,6 @@ class EntryInfo(Struct, frozen=True):
         Leases on all its versions together; `readers` are those on the version that is shown.
     held_bytes : int
         Bytes of the versions that somebody holds, each once, since readers share them.
-    left_out : int
-        Bytes of `meta` where that was longer than the request allowed, and is empty here.
     parked : bool
         Whether the bytes of the current version are in memory of the host, until it is attached with ``wake=True``.
     updatable : bool
@@ -166,7 +160,6 @@ class EntryInfo(Struct, frozen=True):
     arrays: tuple[ArrayInfo, ...] | None = None
     leases: m.Number = 0
     held_bytes: m.Size = 0
-    left_out: m.Size = 0
     parked: bool = False
     updatable: bool = False
     devices: _Devices = ()

@@ -36,8 +36,6 @@ class SessionRow(Struct, array_like=True, tag=2):
     pid: int
     label: str
     host: str = ""
-    user: str | None = None
-    evicted: tuple[str, int] | None = None
     peer: int = 0
 
 
@@ -91,7 +89,6 @@ class LeaseRow(Struct, array_like=True, tag=5):
     page: int = 0
     page_bytes: int = 0
     purpose: str = ""
-    ended: str = ""
     asleep: bool = False
 
 
@@ -325,8 +322,7 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
         return LeaseRow(one.id, one.session.id, one.version.id, one.access, one.since, one.call)
     return LeaseRow(
         one.id, one.session.id, one.version.id, one.access, one.since, one.call,
-        0 if page is None else number_of(page), 0 if page is None else page.nbytes, one.purpose, one.ended,
-        one.asleep,
+        0 if page is None else number_of(page), 0 if page is None else page.nbytes, one.purpose, one.asleep,
     )  # fmt: skip
 
 

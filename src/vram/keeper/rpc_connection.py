@@ -102,7 +102,6 @@ class RpcConnection:
         self._calls: dict[int, Call] = {}  # without an answer; the thread that takes one out decides its end
         self._failure: VramError | None = None
         self.subscriptions: dict[Subscription, None] = {}  # in the order in which they hear
-        self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
         # Another keeper may go on for this one. Each call that waits is sent to it again, and what was said without a
         # number is said again: behind which call that was, until a call with a higher number is answered.
         self._generation = 0  # how many keepers went on for another
@@ -417,8 +416,6 @@ class RpcConnection:
                     self.subscriptions.pop(one, None)
                     one.post()
         elif number == 0 and isinstance(reply, m.Error):
-            if len(reply.details) == 2 and reply.details[1].isdecimal():
-                self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
             self._fail(raised(reply))
         elif isinstance(reply, m.Recovered) and not self.lends:
             self._recovered(reply)

@@ -31,11 +31,11 @@ GUARDIAN = 5.0  # that a guardian may take nothing
 START = 20.0  # for a private keeper to serve
 GOODBYE = 1.0  # for a client to read on after a failed send, and to wait for its reading thread
 
-_NAME = re.compile(r"(?:~[A-Za-z0-9._@+\-]+/)?[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
+_NAME = re.compile(r"(?:~[0-9]{1,10}/)?[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
 _NOT_IN_HOST = re.compile(r"[^A-Za-z0-9._\-]", re.ASCII)
 _RULE = (
     f"a name has 1 to {MAX_NAME} of the characters A-Z a-z 0-9 . _ @ : + - and single slashes between parts, "
-    'none of which is "." or ".."; in front of all there may be "~user/", where only that user may publish'
+    'none of which is "." or ".."; in front of all there may be "~uid/", where only that user may publish'
 )
 
 
@@ -54,19 +54,9 @@ def check_name(name: str) -> str:
     return name
 
 
-def home_of(name: str) -> str | None:
-    """Return the user under whom a name is, as it says: a name or a uid; None if it is under nobody."""
-    return name[1 : name.index("/")] if name.startswith("~") else None
-
-
-def name_of(uid: int) -> str:
-    """Return the name of a user of this system; empty if there is none."""
-    import pwd  # not there on every system that this module is imported on
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except (KeyError, OSError, OverflowError):
-        return ""
+def home_of(name: str) -> int | None:
+    """Return the uid of the user under whom a name is, as it says; None if it is under nobody."""
+    return int(name[1 : name.index("/")]) if name.startswith("~") else None
 
 
 def check_prefix(prefix: str) -> str:

@@ -16,12 +16,11 @@ from . import event_log, listing
 from . import messages as m
 from .admission import InadmissibleError, admit_page, look_at
 from .connection import Connection, Held, Partial, Unsettled
-from .failures import failure, goodbye
+from .failures import failure
 from .metering import Counts, kind_of, measurements
 from .records import (
     Claim,
     Effect,
-    Evicted,
     Free,
     Lease,
     Notify,
@@ -156,10 +155,6 @@ class Service:
         if isinstance(effect, Notify):
             notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
             connection.send(m.encode(notice))
-            return
-        if isinstance(effect, Evicted):
-            connection.send(m.encode(goodbye(effect, self.server.path)))
-            connection.close()
             return
         if connection.unsettled is not None:
             connection.unsettled.answered.add(effect.call)
@@ -403,15 +398,14 @@ class Service:
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> m.Reply:
         effects = self.catalogue.remove(
-            session, request.name, request.version, now=self.server.now(), revoke=request.revoke, force=request.force
+            session, request.name, request.version, now=self.server.now(), revoke=request.revoke
         )
         event_log.say(
-            "vram.entry.revoked" if request.revoke or request.force else "vram.entry.removed",
+            "vram.entry.revoked" if request.revoke else "vram.entry.removed",
             who=session,
             fields={
                 "vram.entry.name": request.name,
                 "vram.entry.version": request.version or None,
-                "vram.revoke.forced": request.force or None,
             },
         )
         self.server.did(session, request.call)

@@ -175,7 +175,7 @@ def _known_to_keeper(pid: int, keeper: Keeper | str | os.PathLike[str] | None, f
             if one.pid == pid:
                 said = f"lease {one.lease_id}, {one.access}, held for {one.age:.0f} s by {one}"
                 lanes.append(_lane_of_version(f"lease on {one.name}", one.version, one.nbytes, said))
-        names = [one.name for one in list_entries(keeper=keeper, most_meta=0)]
+        names = [one.name for one in list_entries(keeper=keeper)]
         for name in names[:_MOST_ASKED]:
             with contextlib.suppress(NotFoundError):  # removed meanwhile
                 for version in connect(keeper).show(name).versions:
