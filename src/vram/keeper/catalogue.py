@@ -687,7 +687,6 @@ class Catalogue:
         """Note a lease wherever it is looked for; for this class, and for who restores one."""
         version, uid = lease.version, lease.session.uid
         known = self.names.known[version.name]
-        self.names.count_lease(known, 1)
         version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
         before = version.holders.get(uid, 0)
         version.holders[uid] = before + 1
@@ -703,7 +702,6 @@ class Catalogue:
         moved = version.move is lease
         if moved:
             self._end_move(version)
-        self.names.count_lease(known, -1)
         version.holders[session.uid] -= 1
         if not version.holders[session.uid]:
             del version.holders[session.uid]

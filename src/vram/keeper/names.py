@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+import itertools
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -21,15 +22,10 @@ class Names:
         self.known: dict[str, Name] = {}
         self.numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that are not known any more
         self.floor = 0  # numbers of forgotten names were not above this
-        self._current: list[str] = []  # names with a current version, sorted
-        self._leased: list[str] = []  # names that somebody holds a lease on, sorted
+        self.entries = 0  # names that can be attached
+        self._sorted: list[str] = []  # all that are known
 
     # -- finding --------------------------------------------------------------------------------------------------
-    @property
-    def entries(self) -> int:
-        """The number of names that can be attached."""
-        return len(self._current)
-
     def current(self, name: str) -> Version | None:
         """Return the version that attaching by name gives."""
         known = self.known.get(name)
@@ -57,32 +53,28 @@ class Names:
     def held(self, name: str) -> tuple[int, int]:
         """Return the number of leases on the versions of a name, and the bytes of those versions, each counted once."""
         known = self.known.get(name)
-        if known is None:
-            return 0, 0
-        return known.leases, sum(version.nbytes for version in known.beginning(0) if version.leases)
+        held = [] if known is None else [one for one in known.beginning(0) if one.leases]
+        return sum(len(one.leases) for one in held), sum(one.nbytes for one in held)
 
     def listed(self, prefix: str = "", after: str = "") -> Iterator[tuple[Version, int]]:
         """Yield the current versions of names beginning with `prefix` and behind `after`, in order of their names,
         each with the number of older versions that are still held."""
-        start = bisect_left(self._current, prefix)
-        if after:
-            start = max(start, bisect_right(self._current, after))
-        for index in range(start, len(self._current)):
-            known = self.known[self._current[index]]
-            if not known.name.startswith(prefix):
-                return
-            if known.current is not None:
+        for name in self._from(prefix, after):
+            known = self.known[name]
+            if known.current is not None and name != after:
                 yield known.current, len(known.older)
 
     def leases_under(self, prefix: str, after: tuple[str, int, int] = ("", 0, 0)) -> Iterator[Lease]:
         """Yield the leases on names beginning with `prefix`, by name, version and number, from behind such a place."""
-        for index in range(bisect_left(self._leased, max(prefix, after[0])), len(self._leased)):
-            name = self._leased[index]
-            if not name.startswith(prefix):
-                return
+        for name in self._from(prefix, after[0]):
             _, number, last = after if name == after[0] else ("", 0, 0)
             for version in self.known[name].beginning(number):
                 yield from beginning(version.leases, last + 1 if version.number == number else 0)
+
+    def _from(self, prefix: str, place: str) -> Iterator[str]:
+        """Yield the names that begin with `prefix`, in order, from a place on."""
+        start = bisect_left(self._sorted, max(prefix, place))
+        return itertools.takewhile(lambda name: name.startswith(prefix), itertools.islice(self._sorted, start, None))
 
     # -- changing -------------------------------------------------------------------------------------------------
     def add(self, name: str) -> Name:
@@ -90,38 +82,26 @@ class Names:
         known = self.known.get(name)
         if known is None:
             known = self.known[name] = Name(name, last=self.numbers.pop(name, self.floor))
+            insort(self._sorted, name)
         return known
 
     def set_current(self, known: Name, version: Version) -> None:
         """Have a version be the current one."""
-        if known.current is None:
-            insort(self._current, known.name)
+        self.entries += known.current is None
         known.current = version
-
-    def restore_current(self) -> None:
-        """Note which names have a current version, once all versions are here."""
-        self._current = sorted(name for name, known in self.known.items() if known.current is not None)
 
     def retire(self, known: Name, version: Version) -> None:
         """Have the current version be an older one."""
-        del self._current[bisect_left(self._current, known.name)]
+        self.entries -= 1
         known.current = None
         known.older[version.number] = version
-
-    def count_lease(self, known: Name, change: int) -> None:
-        """Count a lease on a version of a name, or one less."""
-        if not known.leases:
-            insort(self._leased, known.name)
-        known.leases += change
-        if not known.leases:
-            del self._leased[bisect_left(self._leased, known.name)]
 
     def tidy(self, known: Name) -> str:
         """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:
         whatever comes under a forgotten name starts above all forgotten numbers. Return a name that was forgotten."""
         if known.current is not None or known.older:
             return ""
-        del self.known[known.name]
+        del self.known[known.name], self._sorted[bisect_left(self._sorted, known.name)]
         self.numbers[known.name] = known.last
         if len(self.numbers) <= MAX_REMEMBERED:
             return ""

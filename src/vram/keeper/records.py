@@ -229,7 +229,6 @@ class Name:
     name: str
     current: Version | None = None
     older: dict[int, Version] = field(default_factory=dict)  # superseded or withdrawn, and still leased
-    leases: int = 0  # on all of them
     last: int = 0  # the number of its last version
 
     def beginning(self, number: int) -> Iterator[Version]:

@@ -250,7 +250,7 @@ class Replayed:
 
     def _versions(self, made: Catalogue, token: Callable[[int, int, int], Held | None]) -> dict[int, Version]:
         found: dict[int, Version] = {}
-        for row in sorted(self.of(VersionRow), key=lambda row: int(row.id)):
+        for row in sorted(self.of(VersionRow), key=lambda row: (row.name, row.id)):
             state = self.rows[StateRow].get(row.id)
             held = token(row.first, row.handles, row.nbytes) if state is not None else None
             if state is None or held is None:
@@ -266,12 +266,13 @@ class Replayed:
             version.settle(bytes(row.body))
             known = made.names.add(row.name)
             known.last = max(known.last, row.number)
-            if state.current and (known.current is None or known.current.number < row.number):
-                known.current = version
+            if state.current:
+                if known.current is not None:  # a row that said so was lost
+                    known.older[known.current.number] = known.current
+                made.names.set_current(known, version)
             else:
                 known.older[row.number] = version
             made.versions[version.id] = found[version.id] = version
-        made.names.restore_current()
         for version in found.values():
             if made.is_current(version):
                 made.accounts.keep(version.owner, version, 1)
