@@ -263,28 +263,9 @@ class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
 
 
 Request = (
-    Publish
-    | Offer
-    | Part
-    | Attach
-    | More
-    | Release
-    | Sleep
-    | Cancel
-    | State
-    | Watch
-    | List
-    | Versions
-    | Holders
-    | Remove
-    | Statistics
-    | Takeover
-    | Page
-    | Update
-    | Pages
-    | Measure
-    | Repeating
-)
+    Publish | Offer | Part | Attach | More | Release | Sleep | Cancel | State | Watch | List | Versions | Holders
+    | Remove | Statistics | Takeover | Page | Update | Pages | Measure | Repeating
+)  # fmt: skip
 
 
 # -- replies of a keeper ----------------------------------------------------------------------------------------------
@@ -464,21 +445,9 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
 
 
 Reply = (
-    Welcome
-    | Published
-    | NextPart
-    | Attached
-    | Descriptors
-    | Claimed
-    | Done
-    | LeaseState
-    | Notice
-    | Rows
-    | Error
-    | PageList
-    | Measurements
-    | Recovered
-)
+    Welcome | Published | NextPart | Attached | Descriptors | Claimed | Done | LeaseState | Notice | Rows | Error
+    | PageList | Measurements | Recovered
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)
