@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.support.catalogues import attach
+from tests.support.catalogues import attach, begin
 from tests.support.restored import Rows
 
 from vram.errors import VramError
@@ -344,9 +345,9 @@ class CatalogueMachine(RuleBasedStateMachine):
         if refused is None and not self.model.fits(session.uid, name, nbytes, handles, pieces):
             refused = "QuotaError"
         if refused is not None:
-            self.fails(refused, self.real.begin, session, name, **options)
+            self.fails(refused, begin, self.real, session, name, **options)
             return
-        publication = self.real.begin(session, name, **options)
+        publication = begin(self.real, session, name, **options)
         entries = int(self.model.current(name) is None)
         self.model.pending[publication.id] = (session.id, name, nbytes, handles, entries, pieces)
         self.publications[publication.id] = publication
@@ -379,10 +380,9 @@ class CatalogueMachine(RuleBasedStateMachine):
             return
         previous = model.current(name)
         number = 1 + max((v.number for v in model.versions if v.name == name), default=0)
-        expires = None if publication.ttl is None else self.now + publication.ttl
-        made = MVersion(
-            name, number, uid, token, nbytes, handles, publication.writable, publication.meta, expires, "coming"
-        )
+        meta = msgspec.msgpack.decode(publication.notes)
+        expires = None if publication.asked.ttl is None else self.now + publication.asked.ttl
+        made = MVersion(name, number, uid, token, nbytes, handles, publication.asked.writable, meta, expires, "coming")
         made.pieces = pieces
         model.versions.append(made)
         expected: list[Any] = []
@@ -392,7 +392,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if previous is not None:
             expected += model.notify(previous, "replaced")
             expected += model.settle(previous)
-        if publication.claim in session_claims:
+        if publication.asked.claim in session_claims:
             del model.claims[name]
         expected += model.serve(name)
         version, effects = self.real.commit(publication, token, self.now)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Usage
-from vram.keeper.messages import Attach
-from vram.keeper.records import Claim, Effect, Lease, Session, Version, Waiter
+from vram.keeper.messages import Attach, Publish
+from vram.keeper.records import Claim, Effect, Lease, Publication, Session, Version, Waiter
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
@@ -13,8 +13,15 @@ KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 def publish(
     books: Catalogue, session: Session, name: str = "w", token: str = "t1", now: float = 0.0, **options: object
 ) -> tuple[Version, list[Effect]]:
-    options = {"nbytes": 100, "handles": 1, **options}
-    return books.commit(books.begin(session, name, **options), token, now)  # type: ignore[arg-type]
+    return books.commit(begin(books, session, name, **options), token, now)
+
+
+def begin(
+    books: Catalogue, session: Session, name: str, nbytes: int = 100, handles: int = 1, **asked: object
+) -> Publication:
+    counted = {one: asked.pop(one) for one in ("least", "pieces", "known") if one in asked}
+    request = Publish(1, name, [], [], **asked)  # type: ignore[arg-type]
+    return books.begin(session, request, nbytes=nbytes, handles=handles, **counted)  # type: ignore[arg-type]
 
 
 def attach(books: Catalogue, session: Session, name: str, now: float = 0.0, **asked: object) -> Lease | Claim | Waiter:

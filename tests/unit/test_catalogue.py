@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, attach, lease, noted, publish, vars_of, waits
+from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, attach, begin, lease, noted, publish, vars_of, waits
 from tests.support.restored import restored
 
 from vram.errors import (
@@ -66,7 +66,7 @@ def test_a_name_belongs_to_who_published_it(books: Catalogue, ann: Session, bob:
 def test_the_first_of_two_who_begin_wins_and_the_others_token_stays_theirs(
     books: Catalogue, ann: Session, bob: Session
 ) -> None:
-    mine, theirs = (books.begin(who, "w", nbytes=100, handles=1) for who in (ann, bob))
+    mine, theirs = (begin(books, who, "w", nbytes=100, handles=1) for who in (ann, bob))
     books.commit(theirs, "bobs", 0.0)
     with pytest.raises(AccessDeniedError):
         books.commit(mine, "anns", 0.0)
@@ -133,9 +133,9 @@ def test_a_full_keeper_can_replace_what_it_would_free(ann: Session) -> None:
 def test_what_is_under_way_counts_and_the_real_size_counts_in_the_end() -> None:
     books = Catalogue(Quotas(max_bytes=250))
     one = books.connect(0)
-    first = books.begin(one, "a", nbytes=100, handles=1)
+    first = begin(books, one, "a", nbytes=100, handles=1)
     with pytest.raises(QuotaError):
-        books.begin(one, "b", nbytes=200, handles=1)
+        begin(books, one, "b", nbytes=200, handles=1)
     with pytest.raises(QuotaError):
         books.commit(first, "t1", 0.0, nbytes=251)
     assert vars_of(books.accounts.total) == (0, 0, 0)
@@ -179,7 +179,7 @@ def test_a_reader_of_old_versions_uses_up_its_own_ceiling_and_not_their_owners()
         with pytest.raises(QuotaError, match=r"'model' version 1 .*close those leases"):
             lease(books, bob, name)
     with pytest.raises(QuotaError, match=r"'model' version 1 .*close those leases"):
-        books.begin(bob, "bobs", nbytes=1, handles=1)
+        begin(books, bob, "bobs", nbytes=1, handles=1)
     with pytest.raises(QuotaError, match="would hold"):
         lease(books, ann, "model", version=1)  # an owner that has room for no more than what it owns
     for name in ("model", "other"):
@@ -312,7 +312,7 @@ def test_what_differs_from_what_is_expected_is_claimed_and_replaced(
 
 def test_a_failed_publication_keeps_the_claim(books: Catalogue, ann: Session) -> None:
     claim = claim_of(attach(books, ann, "w", 0.0, claim=True, wait=None))
-    books.abandon(books.begin(ann, "w", nbytes=1, handles=1, claim=claim.id))
+    books.abandon(begin(books, ann, "w", nbytes=1, handles=1, claim=claim.id))
     assert books.waiting.claims == {claim.id: claim}
     publish(books, ann, claim=claim.id)
     with pytest.raises(UsageError, match="not held"):
@@ -418,7 +418,7 @@ def test_s5_the_end_of_a_connection_gives_back_everything(books: Catalogue, ann:
     for _ in range(3):
         lease(books, bob)
     claim_of(attach(books, bob, "other", 0.0, claim=True, wait=None))
-    books.begin(bob, "half", nbytes=10, handles=1)
+    begin(books, bob, "half", nbytes=10, handles=1)
     waits(books, bob, 1, "never")
     books.watch(bob, "w", 1)
     publish(books, ann, token="t2")
@@ -580,7 +580,7 @@ def test_one_connection_has_ceilings_also_of_the_keepers_own_user(
         elif limit == "MAX_WAITERS":
             waits(books, session, number, "late")
         else:
-            books.begin(session, f"p{number}", nbytes=1, handles=1)
+            begin(books, session, f"p{number}", nbytes=1, handles=1)
 
     act(own, 0)
     act(own, 1)
@@ -638,7 +638,7 @@ def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:
     with pytest.raises(AccessDeniedError):
         books.remove(books.connect(BOB), "full", now=0.0)
     with pytest.raises(AccessDeniedError):
-        books.begin(own, "full", nbytes=1, handles=1)
+        begin(books, own, "full", nbytes=1, handles=1)
     assert books.remove(own, "full", now=0.0) == [Free("t1")]
     publish(books, own, "mine")
 
@@ -898,7 +898,7 @@ def test_all_that_is_due_is_done_at_once(books: Catalogue, ann: Session, bob: Se
 
 # -- what a publication takes -----------------------------------------------------------------------------------------
 def test_what_arrives_beyond_what_was_stated_counts_and_less_does_not(books: Catalogue, ann: Session) -> None:
-    half = books.begin(ann, "w", nbytes=100, handles=1)
+    half = begin(books, ann, "w", nbytes=100, handles=1)
     for nbytes, counted in ((50, 100), (100, 100), (101, 101), (300, 300), (200, 300)):
         books.arrived(half, nbytes)
         assert (half.nbytes, used(books, ANN)[:2]) == (counted, (counted, 1))
@@ -907,7 +907,7 @@ def test_what_arrives_beyond_what_was_stated_counts_and_less_does_not(books: Cat
 
 
 def test_known_pieces_of_a_publication_add_up_and_count_once(books: Catalogue, ann: Session) -> None:
-    half = books.begin(ann, "w", nbytes=100, handles=1)
+    half = begin(books, ann, "w", nbytes=100, handles=1)
     books.arrived(half, 100, {1: 40}, 40)
     books.arrived(half, 100, {2: 10}, 10)
     assert (dict(half.pieces), half.known, used(books, ANN)[0]) == ({1: 40, 2: 10}, 50, 100)
@@ -917,7 +917,7 @@ def test_known_pieces_of_a_publication_add_up_and_count_once(books: Catalogue, a
 
 def test_a_publication_that_outgrows_the_ceiling_stays_as_it_was(books: Catalogue, ann: Session) -> None:
     books.accounts.quotas = Quotas(user_bytes=150)
-    half = books.begin(ann, "w", nbytes=100, handles=1)
+    half = begin(books, ann, "w", nbytes=100, handles=1)
     with pytest.raises(QuotaError):
         books.arrived(half, 151, {1: 10}, 10)
     assert (half.nbytes, dict(half.pieces), half.known, used(books, ANN)) == (100, {}, 0, (100, 1, 1))
@@ -933,14 +933,14 @@ def test_refusals_say_what_was_asked_and_what_may_be(books: Catalogue, ann: Sess
         return str(caught.value)
 
     both = "what its publisher alone updates cannot be written by its readers: one of the two"
-    assert said(lambda: books.begin(ann, "w", nbytes=1, handles=1, writable=True, updatable=True)) == both
+    assert said(lambda: begin(books, ann, "w", nbytes=1, handles=1, writable=True, updatable=True)) == both
     for count in (0, 1026):
         many = f"a version has 1 to 1024 segments, not {count}"
-        assert said(lambda count=count: books.begin(ann, "w", nbytes=1, handles=count)) == many
-    books.abandon(books.begin(ann, "w", nbytes=1, handles=1025))
+        assert said(lambda count=count: begin(books, ann, "w", nbytes=1, handles=count)) == many
+    books.abandon(begin(books, ann, "w", nbytes=1, handles=1025))
     waits(books, ann, 3)
     assert said(lambda: waits(books, ann, 3)) == "call 3 waits already"
-    half = books.begin(ann, "w", nbytes=1, handles=1)
+    half = begin(books, ann, "w", nbytes=1, handles=1)
     books.abandon(half)
     assert said(lambda: books.commit(half, "t", 0.0)) == "this publication is over"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.catalogues import attach, noted, vars_of
+from tests.support.catalogues import attach, begin, noted, vars_of
 
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
 from vram.keeper.catalogue import Catalogue
@@ -31,7 +31,7 @@ def bob(books: Catalogue) -> Session:
 
 
 def published(books: Catalogue, session: Session, name: str = "w", **options: Any) -> Version:
-    half = books.begin(session, name, nbytes=100, handles=3, **options)
+    half = begin(books, session, name, nbytes=100, handles=3, **options)
     return books.commit(half, "gpu memory", 0.0)[0]
 
 
@@ -42,7 +42,7 @@ def lease(books: Catalogue, session: Session, purpose: str = "", now: float = 1.
 
 
 def moved(books: Catalogue, session: Session, by: Lease, token: str, now: float = 2.0) -> tuple[Version, list[Effect]]:
-    half = books.begin(session, "w", nbytes=80, handles=2, lease=by.id)
+    half = begin(books, session, "w", nbytes=80, handles=2, lease=by.id)
     return books.commit(half, token, now)
 
 
@@ -70,7 +70,7 @@ def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session,
     published(books, ann)
     assert used(books, ANN)[0] == (100, 1, 3)
     by = lease(books, ann, "park")
-    half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    half = begin(books, ann, "w", nbytes=80, handles=2, lease=by.id)
     assert used(books, ANN)[0] == (180, 1, 5)  # the keeper has both
     books.commit(half, "host memory", 2.0)
     assert used(books, ANN) == ((80, 1, 2), (80, 1, 2))
@@ -78,7 +78,7 @@ def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session,
     books.release(ann, by.id, 0.0)
     assert books.names.held("w") == (0, 0)
     by = lease(books, ann, "wake")
-    books.arrived(half := books.begin(ann, "w", nbytes=90, handles=3, lease=by.id), 100)
+    books.arrived(half := begin(books, ann, "w", nbytes=90, handles=3, lease=by.id), 100)
     books.commit(half, "gpu memory", 3.0, nbytes=100)
     assert used(books, ANN) == ((100, 1, 3), (100, 1, 3))
     books.disconnect(ann, 4.0)
@@ -92,8 +92,8 @@ def test_a_ceiling_that_holds_one_of_both_is_enough() -> None:
     published(books, ann)
     by = lease(books, ann, "park")
     with pytest.raises(QuotaError):
-        books.begin(ann, "w", nbytes=101, handles=1, lease=by.id)
-    half = books.begin(ann, "w", nbytes=50, handles=1, lease=by.id)
+        begin(books, ann, "w", nbytes=101, handles=1, lease=by.id)
+    half = begin(books, ann, "w", nbytes=50, handles=1, lease=by.id)
     with pytest.raises(QuotaError):
         books.arrived(half, 101)
     books.arrived(half, 100)
@@ -133,15 +133,15 @@ def test_a_lease_that_is_not_for_it_moves_nothing(books: Catalogue, ann: Session
     reader = lease(books, ann)
     for session, number in ((ann, reader.id), (ann, 99), (bob, reader.id)):
         with pytest.raises(VramError):
-            books.begin(session, "w", nbytes=80, handles=2, lease=number)
+            begin(books, session, "w", nbytes=80, handles=2, lease=number)
     books.release(ann, reader.id, 0.0)
     by = lease(books, ann, "park")
     published(books, ann, "other")
     with pytest.raises(UsageError, match="no right"):
-        books.begin(ann, "other", nbytes=80, handles=2, lease=by.id)
+        begin(books, ann, "other", nbytes=80, handles=2, lease=by.id)
     for how in ("writable", "updatable"):
         with pytest.raises(UsageError, match="read-only"):
-            books.begin(ann, "w", nbytes=80, handles=2, lease=by.id, **{how: True})
+            begin(books, ann, "w", nbytes=80, handles=2, lease=by.id, **{how: True})
     assert not version.parked
 
 
@@ -169,7 +169,7 @@ def test_what_is_gone_while_it_is_woken_is_for_the_next_in_line_to_publish(
     assert version.move is None
     assert list(ann.waiters.values()) == [only]  # who does not load waits for who does
     with pytest.raises(NotFoundError, match="removed while"):
-        books.begin(by.session, "w", nbytes=80, handles=2, lease=by.id)
+        begin(books, by.session, "w", nbytes=80, handles=2, lease=by.id)
     assert books.release(by.session, by.id, 0.0) == [Free("host memory")]
     assert books.expire(2000.0) == []
 
@@ -196,7 +196,7 @@ def test_a_new_version_serves_those_who_wait_for_the_old_one(books: Catalogue, a
     parked(books, ann)
     by = lease(books, ann, "wake")
     wait(books, ann, 1)
-    half = books.begin(ann, "w", nbytes=100, handles=3)
+    half = begin(books, ann, "w", nbytes=100, handles=3)
     version, effects = books.commit(half, "new", 3.0)
     assert [one.result.version for one in effects if isinstance(one, Answered)] == [version]
     with pytest.raises(NotFoundError, match="replaced"):

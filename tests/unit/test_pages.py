@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.catalogues import attach
+from tests.support.catalogues import attach, begin
 from tests.support.restored import restored
 
 from vram.keeper import listing
@@ -28,7 +28,7 @@ def bob(books: Catalogue) -> Session:
 
 
 def publish(books: Catalogue, session: Session, name: str, nbytes: int = 1) -> Version:
-    version, _ = books.commit(books.begin(session, name, nbytes=nbytes, handles=1), name, 0.0)
+    version, _ = books.commit(begin(books, session, name, nbytes=nbytes, handles=1), name, 0.0)
     version.settle(m.encode(m.Entry(name, version.number, 1, False, [m.SegmentRow(1, 1, 0)], ["host"], b"", False, {})))
     return version
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from tests.support.catalogues import attach
+from tests.support.catalogues import attach, begin
 from tests.support.restored import restored
 
 from vram.info import StatisticsInfo
@@ -30,7 +30,7 @@ def books() -> Catalogue:
 
     def publish(name: str, token: str, now: float, **options: object) -> None:
         options = {"nbytes": 100, "handles": 3, **options}
-        publication = books.begin(ann, name, **options)  # type: ignore[arg-type]
+        publication = begin(books, ann, name, **options)  # type: ignore[arg-type]
         books.commit(publication, token, now)
 
     publish("w", "t1", 1.0, meta={"k": "v"}, writable=True)
@@ -60,7 +60,7 @@ def test_updates_and_pages_are_there_after_a_restart(books: Catalogue) -> None:
     ann, bob = books.sessions[1], books.sessions[2]
     versions = {}
     for name in ("idle", "busy", "torn"):
-        half = books.begin(ann, name, nbytes=100, handles=2, updatable=True)
+        half = begin(books, ann, name, nbytes=100, handles=2, updatable=True)
         versions[name], _ = books.commit(half, name, 1.0)
     for name in ("busy", "torn"):
         books.update(ann, name, versions[name].number)
@@ -87,13 +87,13 @@ def test_updates_and_pages_are_there_after_a_restart(books: Catalogue) -> None:
 def test_what_is_parked_and_moves_is_there_after_a_restart(books: Catalogue) -> None:
     ann = books.sessions[1]
     for name in ("parking", "parked", "waking"):
-        half = books.begin(ann, name, nbytes=100, handles=2)
+        half = begin(books, ann, name, nbytes=100, handles=2)
         books.commit(half, name, 1.0)
         lease = attach(books, ann, name, 2.0, purpose="park")
         assert isinstance(lease, Lease)
         if name == "parking":
             continue
-        books.commit(books.begin(ann, name, nbytes=90, handles=2, lease=lease.id), f"{name} host", 3.0)
+        books.commit(begin(books, ann, name, nbytes=90, handles=2, lease=lease.id), f"{name} host", 3.0)
         books.release(ann, lease.id, 0.0)
     waker = attach(books, ann, "waking", 4.0, purpose="wake")
     assert isinstance(waker, Lease)
@@ -112,7 +112,7 @@ def test_who_waited_first_is_served_first_after_a_restart(books: Catalogue) -> N
         assert isinstance(attach(books, session, "late", 9.0, call=call, wait=None), Waiter)
     successor = restored(books)
     again = successor.sessions[1]
-    half = successor.begin(again, "late", nbytes=1, handles=1)
+    half = begin(successor, again, "late", nbytes=1, handles=1)
     _, effects = successor.commit(half, "late", 10.0)
     assert [one.call for one in effects if isinstance(one, Answered)] == [50, 51, 52, 53]
 
@@ -203,7 +203,7 @@ def test_the_memory_of_a_version_whose_last_lease_was_lost_is_closed() -> None:
     books, disposed = Catalogue(), []
     ann = books.connect(ANN)
     for number in range(2):
-        publication = books.begin(ann, "w", nbytes=1, handles=1)
+        publication = begin(books, ann, "w", nbytes=1, handles=1)
         books.commit(publication, Held([70 + number], 1, lambda fds, _: disposed.append(fds)), 1.0)
         assert isinstance(attach(books, ann, "w", 2.0), Lease)
     rows = [row for row in everything(books, lambda held: held.fds[0]) if not isinstance(row, LeaseRow)]

@@ -60,7 +60,7 @@ from ..sharing.descriptor import MAX_SEGMENTS
 from ..spec import format_count, format_size
 from .failures import busy, gone, mismatch, too_late, unknown
 from .limits import Accounts, Asked, Quotas
-from .messages import Attach
+from .messages import Attach, Publish
 from .names import Names
 from .records import (
     Answered,
@@ -147,47 +147,40 @@ class Catalogue:
     def begin(
         self,
         session: Session,
-        name: str,
+        asked: Publish,
         *,
         nbytes: int,
         handles: int,
-        writable: bool = False,
-        meta: Mapping[str, str] | None = None,
-        ttl: float | None = None,
-        claim: int = 0,
         least: int = 1,
-        updatable: bool = False,
-        lease: int = 0,
-        pieces: dict[int, int] | None = None,
+        pieces: Mapping[int, int] = NO_PIECES,
         known: int = 0,
     ) -> Publication:
-        """Reserve room for a version, or with `lease` for memory that the bytes of an existing version move to.
+        """Reserve room for a version, or with a lease for memory that the bytes of an existing version move to.
         `pieces` is memory that is here already, `known` bytes in all: what other versions have as well counts once.
         `least` is the fewest descriptors that there may be."""
-        check_name(name)
-        meta = check_meta(meta or {})
-        ttl = check_ttl(ttl)
+        name = check_name(asked.name)
+        notes = packed(check_meta(asked.meta))
+        check_ttl(asked.ttl)
         check_size(nbytes)
-        if updatable and writable:
+        if asked.updatable and asked.writable:
             raise UsageError("what its publisher alone updates cannot be written by its readers: one of the two")
         if not least <= handles <= MAX_SEGMENTS + 1:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
             raise QuotaError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
-        if claim:
-            self._check_claim(session, name, claim)
+        if asked.claim:
+            self._check_claim(session, name, asked.claim)
         self._may_publish(session, name)
-        if lease:
-            self._movable(session, name, lease)
-            if writable or updatable:
+        if asked.lease:
+            self._movable(session, name, asked.lease)
+            if asked.writable or asked.updatable:
                 raise UsageError("what moves is read-only: neither writable nor updatable")
+        if asked.meta:
+            asked = structs.replace(asked, meta={})
         current = self._current(name)
         entries = int(current is None)
-        publication = Publication(
-            0, session, name, nbytes, handles, entries, writable, packed(meta), ttl, claim, updatable,
-            lease, pieces or {}, known,
-        )  # fmt: skip
-        self.accounts.admit(session.uid, publication, entries, current, goes=bool(lease))
+        publication = Publication(0, session, asked, nbytes, handles, entries, notes, dict(pieces), known)
+        self.accounts.admit(session.uid, publication, entries, current, goes=bool(asked.lease))
         publication.id = next(self.ids)  # after all that may refuse it: what raises changes nothing
         session.publications[publication.id] = publication
         self.accounts.keep(session.uid, publication, entries)
@@ -207,7 +200,7 @@ class Catalogue:
         try:
             one.nbytes, one.pieces, one.known = max(nbytes, one.nbytes), {**one.pieces, **pieces}, one.known + known
             if more > 0:
-                self.accounts.admit(uid, one, one.entries, self._current(one.name), goes=bool(one.lease))
+                self.accounts.admit(uid, one, one.entries, self._current(one.asked.name), goes=bool(one.asked.lease))
         except BaseException:
             one.nbytes, one.pieces, one.known = before
             raise
@@ -219,18 +212,19 @@ class Catalogue:
     ) -> tuple[Version, list[Effect]]:
         """Make a version the current one of its name, or move the bytes of that one; serve the waiters.
         The publication is over in any case. If this raises, the token is still the caller's to free."""
-        session, name = publication.session, publication.name
+        session, asked = publication.session, publication.asked
+        name = asked.name
         if session.publications.get(publication.id) is not publication:
             raise UsageError("this publication is over")
         self.abandon(publication)
-        claim = session.claims.get(publication.claim)
+        claim = session.claims.get(asked.claim)
         if claim is not None:
             self._check_claim(session, name, claim.id)
         self._may_publish(session, name)
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         previous = self._current(name)
         publication.nbytes = nbytes
-        if publication.lease:
+        if asked.lease:
             return self._move(publication, token, now, nbytes)
         self.accounts.admit(session.uid, publication, int(previous is None), previous)
         known = self.names.add(name)
@@ -242,10 +236,10 @@ class Catalogue:
             token=token,
             nbytes=nbytes,
             handles=publication.handles,
-            writable=publication.writable,
+            writable=asked.writable,
             notes=publication.notes,
             published=now,
-            expires=None if publication.ttl is None else now + publication.ttl,
+            expires=None if asked.ttl is None else now + asked.ttl,
             publisher_pid=session.pid,
             publisher_label=session.label,
             publisher_host=session.host,
@@ -253,7 +247,7 @@ class Catalogue:
             pieces=publication.pieces,
             known=publication.known,
         )
-        if publication.updatable:
+        if asked.updatable:
             version.writer, version.updates = session, 1
             session.written[name, version.number] = version
         effects: list[Effect] = []
@@ -603,8 +597,8 @@ class Catalogue:
 
     def _move(self, publication: Publication, token: Any, now: float, nbytes: int) -> tuple[Version, list[Effect]]:
         """Have other memory hold the bytes of a version: what they were in is freed, and counts no more."""
-        session, name = publication.session, publication.name
-        version, lease = self._movable(session, name, publication.lease)
+        session, name = publication.session, publication.asked.name
+        version, lease = self._movable(session, name, publication.asked.lease)
         self.accounts.admit(session.uid, publication, 0, version, goes=True)
         freed = Free(version.token)
         self.accounts.drop(version.owner, version, 1)

@@ -22,7 +22,6 @@ from ..sharing.parcels import Collector
 from .records import Claim, Lease, Publication, Session
 
 if TYPE_CHECKING:
-    from .messages import Publish
     from .server import KeeperServer
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
@@ -66,7 +65,6 @@ class Partial:
     """A publication whose descriptors have not all come; the server disposes of those in `fds`."""
 
     publication: Publication
-    request: Publish
     nbytes: int  # of the memory behind those that came
     fds: Collector
     since: float = 0.0  # when the last of them came

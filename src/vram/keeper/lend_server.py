@@ -134,11 +134,10 @@ class LendServer:
 
         def put_in() -> None:
             keeper = self.keeper
-            publication = keeper.catalogue.begin(
-                self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
-            )
+            handles = len(self._fds)
+            publication = keeper.catalogue.begin(self._owner, request, nbytes=nbytes, handles=handles, least=0)
             fds, self._fds = self._fds, []
-            self._version = keeper.service.commit(request, publication, Held(fds, nbytes, self._returned))
+            self._version = keeper.service.commit(publication, Held(fds, nbytes, self._returned))
             keeper.service.carry_out(())  # for those who came between the socket and this
 
         self._do(put_in)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import VramError
-from .messages import Attach
+from .messages import Attach, Publish
 from .rules import describe_process
 
 _T = TypeVar("_T")
@@ -138,20 +138,15 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """A version on its way: its room is reserved, nobody sees it."""
+    """A version on its way, as it was `asked` for: its room is reserved, nobody sees it. Its `notes` are packed."""
 
     id: int
     session: Session
-    name: str
+    asked: Publish
     nbytes: int
     handles: int
     entries: int
-    writable: bool
     notes: bytes
-    ttl: float | None
-    claim: int
-    updatable: bool = False
-    lease: int = 0  # by which it moves the bytes of a version, and makes no new one
     pieces: dict[int, int] = field(default_factory=dict)  # as of a version, of what has arrived
     known: int = 0
 
@@ -159,11 +154,6 @@ class Publication:
     def loose(self) -> int:
         """The bytes that no version has, as far as can be known."""
         return self.nbytes - self.known
-
-    @property
-    def meta(self) -> dict[str, str]:
-        """The metadata that its publisher gave."""
-        return _unpack(self.notes)
 
 
 class Claim(Struct, eq=False, array_like=True, tag=7):

@@ -213,35 +213,17 @@ class Service:
         total = len(request.segments) + request.manifest_fd
         found = look_at(request, 0, fds[:total])  # how many they may be, is said below
         publication = self.catalogue.begin(
-            session,
-            request.name,
-            nbytes=max(sum(piece.size for piece in request.segments), found.nbytes),
-            handles=total,
-            writable=request.writable,
-            meta=request.meta,
-            ttl=request.ttl,
-            claim=request.claim,
-            updatable=request.updatable,
-            lease=request.lease,
-            pieces=found.pieces,
-            known=found.known,
-        )
+            session, request, nbytes=max(sum(piece.size for piece in request.segments), found.nbytes), handles=total,
+            pieces=found.pieces, known=found.known,
+        )  # fmt: skip
         partial = connection.partials[request.call] = Partial(
-            publication, request, found.nbytes, Collector(total, is_armed=False)
+            publication, found.nbytes, Collector(total, is_armed=False)
         )
         return self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> m.Reply:
-        publication = self.catalogue.begin(
-            session,
-            request.name,
-            nbytes=request.nbytes,
-            handles=request.handles,
-            meta=request.meta,
-            ttl=request.ttl,
-            claim=request.claim,
-        )
-        self.catalogue.abandon(publication)
+        asked = m.Publish(request.call, request.name, [], [], meta=request.meta, ttl=request.ttl, claim=request.claim)
+        self.catalogue.abandon(self.catalogue.begin(session, asked, nbytes=request.nbytes, handles=request.handles))
         return m.Done(request.call)
 
     def _part(self, connection: Connection, session: Session, request: m.Part, fds: list[int]) -> m.Reply:
@@ -255,7 +237,8 @@ class Service:
 
     def _take(self, connection: Connection, partial: Partial, call: int, offset: int, fds: list[int]) -> m.Reply:
         """Keep one part of a publication; with the last part the version is published."""
-        request, publication = partial.request, partial.publication
+        publication = partial.publication
+        request = publication.asked
         try:
             partial.fds.check(offset, fds)
             if offset:  # the first part was looked at before there was room for it
@@ -269,17 +252,15 @@ class Service:
             raise
         partial.fds.take(offset, fds)
         if not partial.fds.is_complete:
-            if request.meta:  # the catalogue has it, in less room
-                partial.request = msgspec.structs.replace(request, meta={})
             partial.since = self.server.now()
             self.server.watch_over(connection)
             return m.NextPart(call, len(partial.fds))
         del connection.partials[request.call]
-        version = self.commit(request, publication, Held(partial.fds.detach(), partial.nbytes, self.server.dispose))
+        version = self.commit(publication, Held(partial.fds.detach(), partial.nbytes, self.server.dispose))
         self.server.did(publication.session, call, version.number)
         return m.Published(call, version.number)
 
-    def commit(self, request: m.Publish, publication: Publication, held: Held) -> Version:
+    def commit(self, publication: Publication, held: Held) -> Version:
         """Make a publication a version, in what is `held`. Effects follow the next reply."""
         names = self.catalogue.names.entries
         try:
@@ -288,7 +269,7 @@ class Service:
             held.drop()
             raise
         notes: Any = msgspec.Raw(version.notes)
-        entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
+        entry = record_from(m.Entry, publication.asked, version=version.number, owner=version.owner, meta=notes)
         version.settle(exact(m.encode(entry)))
         event_log.say(
             "vram.entry.published" if self.catalogue.names.entries > names else "vram.entry.replaced",
@@ -304,7 +285,7 @@ class Service:
 
     def give_up(self, connection: Connection, partial: Partial) -> None:
         """End a publication that will not be completed, and close its descriptors."""
-        del connection.partials[partial.request.call]
+        del connection.partials[partial.publication.asked.call]
         self.catalogue.abandon(partial.publication)
         self.server.dispose(partial.fds.detach())
 
