@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import vram
+from vram.bench.children import workplace
 from vram.bench.measure import Figure, Result, Row, in_turns
 from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 from .start import python_says
 
@@ -41,7 +42,7 @@ def on_host(quick: bool) -> Result:
 
     numpy = "import numpy"
     verbs = {verb: f"import vram; vram.{verb}" for verb in _VERBS}
-    with short_directory() as directory:
+    with workplace() as directory:
         keeper = KeeperProcess(f"{directory}/keeper.sock")
         try:
             with vram.zeros(1 << 20, "uint8", device="host") as array:

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 
-from vram.bench.children import DEADLINE
+from vram.bench.children import DEADLINE, workplace
 from vram.bench.measure import Figure, Result, Row, in_turns, timed
 from vram.errors import InternalError
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 from .entries import fill, rss
 
@@ -69,7 +69,7 @@ def python_says(code: str) -> str:
 def _keeper(rounds: int) -> list[Row]:
     entries = 1_000
     started, bare, full = [], [], []
-    with short_directory() as directory:
+    with workplace() as directory:
         for number in range(rounds):
             begin = time.perf_counter()
             keeper = KeeperProcess(f"{directory}/{number}.sock")

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import vram
+from vram.bench.children import workplace
 from vram.bench.measure import Figure, Result, Row, in_turns, places
 from vram.errors import VramError
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 
 from .entries import fill, rss
@@ -109,7 +110,7 @@ def _measure_pair(
 
 @contextlib.contextmanager
 def _keeper(*options: str) -> Iterator[KeeperProcess]:
-    with short_directory() as place:
+    with workplace() as place:
         process = KeeperProcess(os.path.join(place, "k"), options)
         try:
             yield process

@@ -26,8 +26,8 @@ from typing import Any
 
 import vram
 from vram import driver as drivers
+from vram.bench.children import own_keeper
 from vram.errors import UnsupportedError
-from vram.keeper.private import private_socket
 from vram.memory.foreign import create_legacy
 from vram.nodes import messages as m
 from vram.nodes import pull
@@ -231,7 +231,7 @@ def replicate(address: str, how: str, keeper: str) -> None:
 
 def replicas(nbytes: int, seconds: float) -> None:
     """Pull an entry by each engine."""
-    with private_socket() as origin, private_socket() as here:
+    with own_keeper() as origin, own_keeper() as here:
         with running("carry", origin, str(nbytes), seconds=4 * seconds) as there:
             address = heard(there) or ""
             for how in ("nixl", "tcp", "chosen"):

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 import vram
+from vram.bench.children import own_keeper
 from vram.errors import UnsupportedError
-from vram.keeper.private import private_socket
 from vram.nodes import pull
 from vram.nodes.nixl import Nixl, _Offered
 from vram.spec import HOST, parse_size
@@ -90,7 +90,7 @@ def main() -> int:
 
     pull.TCP = NoTcp()  # type: ignore[assignment]
     engine = Heard(trusted=True)
-    with private_socket() as origin, private_socket() as here:
+    with own_keeper() as origin, own_keeper() as here:
         with subprocess.Popen(
             [sys.executable, "-c", SOURCE, origin, str(nbytes)],
             stdin=subprocess.PIPE,

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.places import private_socket
 from tests.support.samples import some
 
 import vram
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 
 HEAVY = (
     "asyncio",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.contracts.channel import ChannelContract
+from tests.support.places import short_directory
 
-from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel
 
 Pair = tuple[Channel, Channel]

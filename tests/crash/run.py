@@ -33,10 +33,11 @@ import numpy as np
 
 import vram
 from support.memfds import make_memfd
+from support.places import short_directory
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper.client import Attachment, KeeperClient, Segment
 from vram.keeper.messages import Claimed
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 
 KILLS = 1000

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import vram
+from vram.bench.children import own_keeper
 from vram.errors import PeerError, PeerGoneError, UnsupportedError, WaitTimeoutError
-from vram.keeper.private import private_socket
 from vram.nodes import messages as m
 from vram.nodes import pull
 from vram.nodes.engine import Span
@@ -76,7 +76,7 @@ def carrying(keeper: str, how: str = "direct") -> Iterator[tuple[Any, str]]:
 
 @contextlib.contextmanager
 def two() -> Iterator[tuple[str, str]]:
-    with private_socket() as origin, private_socket() as here:
+    with own_keeper() as origin, own_keeper() as here:
         yield origin, here
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from tests.support.deadlines import until
+from tests.support.places import private_socket
 from tests.support.samples import least, nths
 from tests.support.stuck import take_back_what_is_stuck
 
@@ -20,7 +21,6 @@ from vram import lifetime
 from vram.arrays.upload import ring_of
 from vram.errors import ReleaseWarning, VramError
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import private_socket
 from vram.spec import Location
 
 pytestmark = pytest.mark.standin

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.interrupts import chosen, interrupt, points
+from tests.support.places import private_socket, short_directory
 from tests.support.samples import some
 
 import standin
@@ -32,7 +33,6 @@ from vram.handover.pickling import Endpoint, endpoint, shut_down
 from vram.handover.reducers import _reduce
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.messages import Claimed
-from vram.keeper.private import private_socket, short_directory
 from vram.open_files import close_fds
 from vram.spec import HOST
 

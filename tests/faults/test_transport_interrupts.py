@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.interrupts import chosen, interrupt, points
+from tests.support.places import short_directory
 from tests.support.samples import least, some
 
 import vram
 from vram import driver, lifetime
 from vram.errors import VramError
-from vram.keeper.private import short_directory
 from vram.spec import HOST
 from vram.transports import (
     PipeExchange,

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 
 import vram
 from vram import driver as drivers
@@ -26,7 +27,6 @@ from vram.collectives.device import Workspace
 from vram.collectives.kernels import BLOCKS, OPS, WIDEST_ROW, Layout
 from vram.collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step
 from vram.errors import PeerGoneError, UsageError, WaitTimeoutError
-from vram.keeper.private import short_directory
 from vram.memory import Region
 from vram.spec import Location
 

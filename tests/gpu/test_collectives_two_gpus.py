@@ -18,10 +18,10 @@ import pytest
 from tests.support import children as processes
 from tests.support import two_gpus_children as children
 from tests.support.deadlines import AT_ONCE
+from tests.support.places import short_directory
 
 import vram
 from vram import driver as drivers
-from vram.keeper.private import short_directory
 from vram.spec import Location
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]

@@ -6,8 +6,7 @@ import pytest
 from tests.support import children as processes
 from tests.support import nixl_children as children
 from tests.support.deadlines import AT_ONCE
-
-from vram.keeper.private import private_socket
+from tests.support.places import private_socket
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 

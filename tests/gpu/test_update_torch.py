@@ -7,11 +7,11 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from tests.support.places import private_socket
 
 import vram
 from vram.errors import UsageError
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch", reason="could not import 'torch'")

@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 import pytest
+from tests.support.places import private_socket
 
 import vram
 from vram import driver as drivers
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 from vram.spec import Location
 
 pytestmark = pytest.mark.gpu

@@ -13,12 +13,12 @@ from tests.support.carried import Nodes, model, nodes, write_key
 from tests.support.deadlines import SOON
 from tests.support.keeper_here import serving
 from tests.support.other_users import OTHER, needs_root
+from tests.support.places import short_directory
 from tests.support.samples import some
 
 import vram
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
-from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.nodes import messages as m
 from vram.nodes.address import parse_address, read_key

@@ -15,6 +15,7 @@ import pytest
 from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.keeper_here import later
 from tests.support.memfds import memfds
+from tests.support.places import short_directory
 
 from vram.errors import (
     InternalError,
@@ -23,7 +24,6 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
 from vram.sharing import channel as channel_module
 

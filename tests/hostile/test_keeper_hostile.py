@@ -18,13 +18,14 @@ from tests.support.deadlines import until
 from tests.support.memfds import FUTURE_WRITE, GROW, READ_ONLY, SHRINK, WRITABLE, WRITE, make_memfd, memfds
 from tests.support.mutations import mutated
 from tests.support.peers import SEGMENT, Peer, running
+from tests.support.places import short_directory
 from tests.support.samples import some
 
 from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, Segment
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE
 

@@ -20,6 +20,7 @@ from tests.support.impostors import impostor
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
 from tests.support.other_users import OTHER, as_user
 from tests.support.peers import SEGMENT, Peer, running
+from tests.support.places import short_directory
 
 from vram.errors import CapacityError, ProtocolError, VramError
 from vram.info import StatisticsInfo
@@ -27,7 +28,7 @@ from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
 from vram.keeper.client import KeeperClient, Segment
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 from vram.spec import HandleKind

@@ -19,6 +19,7 @@ from tests.support.keeper_here import serving
 from tests.support.memfds import READ_ONLY, make_memfd, memfds
 from tests.support.other_users import OTHER, needs_root
 from tests.support.peers import Peer
+from tests.support.places import short_directory
 from tests.support.users import GREEDY, MODEST, being
 
 from vram.entries.administration import usage
@@ -26,7 +27,6 @@ from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.limits import OPTIONS, Quotas
-from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 

@@ -26,6 +26,7 @@ from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import open_to_all
 from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd
 from tests.support.other_users import OTHER, as_user
+from tests.support.places import short_directory
 from tests.support.spoiled_descriptors import _Nobody as Nobody
 
 import vram
@@ -36,7 +37,6 @@ from vram.entries.lease import Lease
 from vram.errors import BusyError, ProtocolError
 from vram.keeper import admission
 from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
-from vram.keeper.private import short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from tests.support.deadlines import until
+from tests.support.places import private_socket, short_directory
 from tests.support.updates import HERE
 
 import vram
 from vram import driver as drivers
 from vram.handover import pickling
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import private_socket, short_directory
 from vram.sharing.channel import Channel
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.places import short_directory
 
 import vram
 from vram import aio
@@ -29,7 +30,7 @@ from vram.errors import (
 )
 from vram.keeper import background
 from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 with_keeper = pytest.mark.usefixtures("kept")
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.places import short_directory
 from tests.support.threads import race
 
 import vram
 from vram.errors import MismatchError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 pytestmark = pytest.mark.usefixtures("kept")
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
 from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.places import private_socket
 
 import vram
 from vram.errors import AccessDeniedError, PeerGoneError
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 from vram.nodes.carrier import Carrier
 from vram.nodes.follow import follow
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from tests.support.carried import Nodes, model, nodes, same, write_key
 from tests.support.deadlines import SOON, until
+from tests.support.places import private_socket
 
 import vram
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 
 PIECE = 16 << 20
 HERE, THERE = "10.77.0.1", "10.77.0.2"

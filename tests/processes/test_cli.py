@@ -16,13 +16,13 @@ import pytest
 from safetensors.numpy import save_file
 from tests.support import commands
 from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.places import short_directory
 from tests.support.samples import in_turns
 
 import vram
 from vram.bench import NAMES
 from vram.cli import main
 from vram.keeper.client import close_client, own_label
-from vram.keeper.private import short_directory
 
 VRAM = Path(sys.executable).with_name("vram")
 

@@ -20,9 +20,8 @@ from pathlib import Path
 import pytest
 from tests.support.deadlines import SOON
 from tests.support.deployments import APART, impossible
+from tests.support.places import short_directory
 from tests.support.samples import in_turns
-
-from vram.keeper.private import short_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -280,9 +279,10 @@ def ran(program: str, group: Group | None, name: str, nbytes: int) -> subprocess
 @in_turns(5)
 def test_memory_is_charged_to_who_first_touched_it_and_stays_so(pod: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/operations.md says of who pays, asked of the kernel."""
+    from tests.support.places import private_socket
+
     import vram
     from vram.keeper.client import close_client
-    from vram.keeper.private import private_socket
 
     with private_socket() as path:
         monkeypatch.setenv("VRAM_KEEPER", path)

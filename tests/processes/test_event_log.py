@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 
 import vram
 from vram.errors import NotFoundError, QuotaError
 from vram.keeper import event_log
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.sharing.channel import Channel
 
 VRAM = Path(sys.executable).with_name("vram")

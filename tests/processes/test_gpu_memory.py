@@ -12,6 +12,7 @@ import pytest
 from tests.support import gpu_children
 from tests.support.children import CHILDREN
 from tests.support.deadlines import SOON, until
+from tests.support.places import short_directory
 from tests.support.raw_cuda import CudaStranger
 from tests.support.transports import answer, child
 
@@ -20,7 +21,6 @@ from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
 from vram.errors import ReadOnlyError, UnsupportedError
 from vram.keeper.client import KeeperClient
-from vram.keeper.private import short_directory
 from vram.memory import Received, Region
 from vram.open_files import close_fds
 from vram.spec import Access, HandleKind, Location

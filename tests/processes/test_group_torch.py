@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection
 import pytest
 from tests.support import children as processes
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 
 import vram
 from vram.collectives import meeting
 from vram.errors import UsageError
-from vram.keeper.private import short_directory
 
 torch = pytest.importorskip("torch", reason="could not import 'torch'")
 

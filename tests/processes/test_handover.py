@@ -25,6 +25,7 @@ from tests.support.children import CHILDREN
 from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.forked import end_of, refused
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd
+from tests.support.places import short_directory
 from tests.support.threads import race
 
 import vram
@@ -40,7 +41,6 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.keeper.private import short_directory
 from vram.sharing.channel import MAX_FDS, Channel
 
 GRANULE = 2 << 20

@@ -25,6 +25,7 @@ from tests.support.keeper_here import later
 from tests.support.limits import limited
 from tests.support.memfds import READ_ONLY, WRITABLE, memfds
 from tests.support.other_users import OTHER, as_user
+from tests.support.places import private_socket, short_directory
 from tests.support.threads import race
 
 from vram.errors import (
@@ -43,7 +44,7 @@ from vram.keeper import client as module
 from vram.keeper import messages as m
 from vram.keeper.background import Signal
 from vram.keeper.client import Attachment, KeeperClient, Segment, client, close_client
-from vram.keeper.private import KeeperProcess, private_socket, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 

@@ -15,10 +15,11 @@ import pytest
 from tests.support.commands import Running
 from tests.support.deadlines import SOON, until
 from tests.support.memfds import memfds
+from tests.support.places import short_directory
 
 from vram.keeper.client import _PART, Attachment, KeeperClient, Segment
 from vram.keeper.messages import Claimed
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 
 STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")

@@ -18,6 +18,7 @@ from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import serving
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
+from tests.support.places import short_directory
 from tests.support.threads import race
 
 from vram.errors import PeerGoneError, QuotaError
@@ -25,7 +26,7 @@ from vram.keeper import messages as m
 from vram.keeper.background import Signal
 from vram.keeper.client import Attachment, KeeperClient, Segment
 from vram.keeper.messages import Claimed
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel

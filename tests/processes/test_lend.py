@@ -25,6 +25,7 @@ from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.order import undone_until_waited_for
 from tests.support.other_process import OtherProcess
 from tests.support.other_users import OTHER, as_user
+from tests.support.places import short_directory
 from tests.support.samples import in_turns, some
 
 import standin
@@ -43,7 +44,6 @@ from vram.errors import (
 )
 from vram.keeper.client import KeeperClient, Segment, client
 from vram.keeper.lend_server import LENT
-from vram.keeper.private import short_directory
 from vram.spec import Location
 
 GPU = Location("cuda", 0)

@@ -19,12 +19,12 @@ from tests.support.commands import Running
 from tests.support.connections import close_clients
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import Sources, numbers
+from tests.support.places import short_directory
 
 import standin
 import vram
 from vram import driver as drivers
 from vram.errors import PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel
 
 STOPPED = Path(__file__).parents[1].joinpath("support", "lend_stopped.py")

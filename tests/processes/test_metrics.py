@@ -19,12 +19,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.deadlines import SOON
 from tests.support.memfds import make_memfd
+from tests.support.places import short_directory
 
 import vram
 from vram.errors import NotFoundError, UsageError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.metrics import Exporter, exporter
 
 VRAM = Path(sys.executable).with_name("vram")

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.places import short_directory
 from tests.support.samples import some
 
 import vram
 from vram import driver as drivers
-from vram.keeper.private import short_directory
 from vram.spec import HOST
 
 G = 2 << 20

@@ -19,6 +19,7 @@ from tests.support import ring_children as children
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later
+from tests.support.places import short_directory
 from tests.support.ring_children import SHAPE, create, put, value
 
 import vram
@@ -40,7 +41,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 pytestmark = pytest.mark.usefixtures("kept")
 

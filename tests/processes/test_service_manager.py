@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.places import short_directory
 from tests.support.samples import in_turns
 
 import vram
 from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.keeper.service_manager import ServiceManager
 
 SCRIPTS = Path(sys.executable).parent

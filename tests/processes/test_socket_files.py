@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.other_users import OTHER
+from tests.support.places import short_directory
 
 from vram.errors import UsageError, VramError
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.sharing.channel import connect
 
 pytestmark = pytest.mark.slow  # goes with sockets in shared directories

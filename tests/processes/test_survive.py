@@ -20,6 +20,7 @@ import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import is_stopped, later
 from tests.support.memfds import make_memfd, memfds
+from tests.support.places import short_directory
 from tests.support.samples import in_turns, is_whole, nths, some
 
 from vram.doctor.keepers import examine
@@ -28,7 +29,7 @@ from vram.info import StatisticsInfo
 from vram.keeper import messages as m
 from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
 from vram.keeper.messages import Claimed
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 

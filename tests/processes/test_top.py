@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 from tests.support.terminal import Terminal, on_terminal
 
 import vram
 from vram.cli.top import Screen
 from vram.errors import NotFoundError
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import pytest
 from tests.support import transport_children as children
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.places import short_directory
 from tests.support.transports import answer, child
 
 from vram.errors import PeerGoneError
-from vram.keeper.private import short_directory
 from vram.spec import Location
 from vram.transports import SocketExchange, VmmTransport
 

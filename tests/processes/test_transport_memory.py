@@ -12,12 +12,12 @@ import pytest
 from tests.support import transport_children as children
 from tests.support.deadlines import SOON
 from tests.support.lend_children import Sources, numbers
+from tests.support.places import short_directory
 from tests.support.transports import answer, child
 
 import vram
 from vram.errors import ReleaseWarning, UsageError
 from vram.handover.remote_refs import unreturned
-from vram.keeper.private import short_directory
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport
 
 FIRST = numbers().astype("int32").tobytes()

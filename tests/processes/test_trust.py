@@ -19,13 +19,14 @@ from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
+from tests.support.places import short_directory
 
 import vram
 from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
 from vram.errors import AccessDeniedError, MismatchError, UsageError
 from vram.keeper import background, reports  # noqa: F401
 from vram.keeper.client import Attachment, KeeperClient, Segment
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 
 THIRD = OTHER + 1

@@ -21,6 +21,7 @@ from tests.support.deadlines import SOON
 from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later, open_to_all
 from tests.support.other_users import OTHER, needs_root
+from tests.support.places import short_directory
 from tests.support.samples import rounds
 from tests.support.update_children import publish, seen
 from tests.support.updates import child, steps, steps_of_an_update, tear, update_under_readers, words_of, write
@@ -42,7 +43,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 
 pytestmark = pytest.mark.usefixtures("kept")

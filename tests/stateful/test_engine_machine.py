@@ -20,6 +20,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.deadlines import SOON
 from tests.support.faulty_driver import FaultyDriver
+from tests.support.places import private_socket
 from tests.support.samples import rounds
 
 import vram
@@ -28,7 +29,6 @@ from vram.arrays import Array
 from vram.driver.host import HostDriver
 from vram.errors import AsleepError, BusyError, CapacityError, NotFoundError, OutOfMemoryError, TornError, VramError
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 from vram.memory.ahead import Prepared, keep_ready
 from vram.memory.chunks import Kind
 from vram.spec import HOST, AllocationFlags, HandleKind

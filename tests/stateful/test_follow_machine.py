@@ -27,13 +27,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.support.deadlines import SOON, until
+from tests.support.places import short_directory
 
 import vram
 from vram import aio
 from vram.errors import NotFoundError, PeerGoneError
 from vram.keeper import background
 from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 MOST = 6  # followers
 CELLS = st.sampled_from([100, 200])

@@ -15,10 +15,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 
 import vram
 from vram.errors import PeerError, PeerGoneError, UsageError, VramError
-from vram.keeper.private import short_directory
 
 
 @dataclass(frozen=True)

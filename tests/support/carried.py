@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from tests.support.deadlines import SOON, until
+from tests.support.places import private_socket
 
 import vram
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import private_socket
 
 
 @dataclass(frozen=True)

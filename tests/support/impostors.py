@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 from tests.support.deadlines import SOON
 from tests.support.memfds import memfds
+from tests.support.places import short_directory
 
 from vram.errors import PeerGoneError, WaitTimeoutError
 from vram.keeper import messages as m
-from vram.keeper.private import short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.keeper.server import KeeperServer
 
 

@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from tests.support.places import short_directory
+
 from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from tests.support.other_users import OTHER
-
-from vram.keeper.private import short_directory
+from tests.support.places import short_directory
 
 
 @contextlib.contextmanager

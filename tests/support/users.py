@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 
 from tests.support.peers import Peer, running
+from tests.support.places import short_directory
 
 from vram.info import StatisticsInfo
 from vram.keeper import messages as m
 from vram.keeper.client import Segment
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 GREEDY, MODEST = 5001, 5002
 

@@ -18,13 +18,13 @@ import msgspec
 import pytest
 from benchmarks import GPU_NAMES, NAMES, run_benchmarks
 from tests.support import samples
+from tests.support.places import short_directory
 
 from vram import bench
 from vram import driver as drivers
 from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Row, in_turns
 from vram.errors import CapacityError, UsageError
-from vram.keeper.private import short_directory
 from vram.spec import HOST, Location
 
 ROOT = Path(__file__).resolve().parents[2]

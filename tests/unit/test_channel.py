@@ -17,6 +17,7 @@ from tests.support.deadlines import SOON, until
 from tests.support.forked import forked, refused
 from tests.support.limits import limited
 from tests.support.memfds import memfds
+from tests.support.places import short_directory
 
 from vram.errors import (
     AccessDeniedError,
@@ -27,7 +28,6 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper.private import short_directory
 from vram.sharing import channel as module
 from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, Credentials, DescriptorsLostError
 

@@ -7,11 +7,11 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from tests.support.places import short_directory
 
 from vram.errors import BusyError, UsageError
 from vram.keeper import bind as module
 from vram.keeper.bind import Listener
-from vram.keeper.private import short_directory
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.places import short_directory
 
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError
 from vram.keeper import paths
 from vram.keeper.paths import check_directory, check_server, default_path, find_path, how_to_start, prepare_directory
-from vram.keeper.private import short_directory
 from vram.sharing.channel import Credentials
 
 ME = os.geteuid()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.places import short_directory
 
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
-from vram.keeper.private import short_directory
 from vram.transports import SharedMemoryExchange
 from vram.transports.exchanges import _SLOTS
 

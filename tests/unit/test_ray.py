@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from tests.support import ray_like
 from tests.support.deadlines import SOON, until
+from tests.support.places import private_socket
 
 import vram
 from vram import engines
 from vram.errors import AccessDeniedError, NotFoundError, PeerGoneError, UnsupportedError, UsageError
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 
 
 @pytest.fixture(autouse=True)

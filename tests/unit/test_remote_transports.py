@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from tests.support.deadlines import SOON
 from tests.support.forked import forked
+from tests.support.places import short_directory
 from tests.support.transport_children import WAYS
-
-from vram.keeper.private import short_directory
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import InternalError
 from ..keeper.client import close_client
-from ..keeper.private import private_socket
+from ..keeper.private import KeeperProcess
 
 DEADLINE = 120  # seconds for anything that one process waits for from another
 _GRACE = 10.0
@@ -142,11 +142,12 @@ def queue_pair(context: Any) -> Iterator[tuple[Any, Any]]:
 @contextlib.contextmanager
 def own_keeper(*options: str) -> Iterator[str]:
     """Run a keeper for the length of a block; yields the path of its socket."""
-    with private_socket(options=options) as path:
-        try:
-            yield path
-        finally:
-            close_client(path)
+    keeper = KeeperProcess.private(options)
+    try:
+        yield keeper.path
+    finally:
+        close_client(keeper.path)
+        keeper.stop()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
@@ -280,31 +280,6 @@ class KeeperProcess:
         if self._directory:  # still there if the keeper was killed before it had removed it
             shutil.rmtree(self._directory, ignore_errors=True)
         return status
-
-
-@contextlib.contextmanager
-def private_socket(options: Sequence[str] = ()) -> Iterator[str]:
-    """Run a private keeper for the length of a ``with`` block, and yield the path of its socket."""
-    owner = os.getpid()
-    keeper = KeeperProcess.private(options)
-    try:
-        yield keeper.path
-    finally:
-        if os.getpid() == owner:  # a forked child leaves the block too, and the keeper is its parent's
-            keeper.stop()
-
-
-@contextlib.contextmanager
-def short_directory() -> Iterator[str]:
-    """Make a directory, 0700, whose path leaves room for a socket's name, for the length of a ``with`` block."""
-    owner = os.getpid()
-    directory = make_directory("vram-", _short_place())
-    try:
-        yield directory
-    finally:
-        # The keeper has unlinked its socket; if it was killed, we do. Not in a forked child: its parent is in there.
-        if os.getpid() == owner:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _short_place() -> str:
