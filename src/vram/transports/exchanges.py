@@ -17,6 +17,7 @@ import select
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -38,6 +39,9 @@ from ..errors import (
 from ..lifetime import Claim, Owned, close_all, own, shielded, waiting
 from ..memory.allocation import or_else
 from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     from typing import Self
@@ -133,7 +137,7 @@ class SocketExchange(Channel):
 class ByteExchange(Owned, ABC):
     """The common part of named pipes and files in memory. Both carry bytes only."""
 
-    __slots__ = ("_back", "_end", "_fds", "_reading", "_writing")
+    __slots__ = ("_back", "_busy", "_end", "_fds")
 
     _warn_on_leak = False
     carries_fds = False
@@ -143,8 +147,9 @@ class ByteExchange(Owned, ABC):
     def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
         self._fds, self._claim, self._end = fds, claim, end
         self._back: list[bytes] = []  # received, and nobody got it
-        # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
-        self._reading, self._writing = threading.Lock(), threading.Lock()
+        # Held for a look, which never waits. Closing takes it, so that no number is used that belongs to somebody else
+        # by then; no finalizer does.
+        self._busy = threading.Lock()
         _open.add(self)
 
     # -- what differs -------------------------------------------------------------------------------------------
@@ -216,7 +221,7 @@ class ByteExchange(Owned, ABC):
             raise UsageError(f"a message of {len(payload)} bytes; over {self.way} it has 1 to {self.most}")
 
         def attempt() -> bool | None:
-            with self._writing:
+            with self._busy:
                 self.handle  # noqa: B018  (closed meanwhile?)
                 return self._write(payload)
 
@@ -228,7 +233,7 @@ class ByteExchange(Owned, ABC):
         return wait_until(self._take, timeout, "no message came"), []
 
     def _take(self) -> bytes | None:
-        with self._reading:
+        with self._busy:
             self.handle  # noqa: B018  (closed meanwhile?)
             if self._back:
                 return self._back.pop()
@@ -245,7 +250,7 @@ class ByteExchange(Owned, ABC):
         if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the locks
             super().close(strict=strict)
             return
-        with self._reading, self._writing:
+        with self._busy:
             super().close(strict=strict)
 
 
@@ -351,11 +356,11 @@ class SharedMemoryExchange(ByteExchange):
     @staticmethod
     def _make(path: str, fds: list[int], names: list[str]) -> None:
         try:
-            _open_file(path, os.O_CREAT | os.O_EXCL, fds)
+            _open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, fds)
         except OSError as error:
             raise taken(path, error) from None
         names.append(path)
-        _lock(fds[0], 0)
+        _is_free(fds[0], 0, lock=True)
         os.ftruncate(fds[0], _BYTES)  # last: whoever connects waits for this size
 
     @staticmethod
@@ -363,7 +368,7 @@ class SharedMemoryExchange(ByteExchange):
         if not end:
             return os.pread(fds[0], 4, 0) == _HERE or None
         try:
-            _open_file(path, 0, fds)
+            _open_file(path, os.O_RDWR, fds)
         except FileNotFoundError:
             return None
         found = os.fstat(fds[0])
@@ -372,7 +377,7 @@ class SharedMemoryExchange(ByteExchange):
             if found.st_size:
                 raise NotFoundError(f"{path} is no file of a SharedMemoryExchange")
             return None
-        if not _lock(fds[0], 1):
+        if not _is_free(fds[0], 1, lock=True):
             raise BusyError("both ends of this shared memory are taken")
         os.pwrite(fds[0], _HERE, 0)  # after the lock: who listens may look when this process is dead already
         return True
@@ -380,7 +385,7 @@ class SharedMemoryExchange(ByteExchange):
     def is_gone(self) -> bool:
         """Whether the other end is gone."""
         self.handle  # noqa: B018  (the check)
-        return not _is_locked(self._fds[0], 1 - self._end)
+        return _is_free(self._fds[0], 1 - self._end)
 
     def _write(self, payload: bytes) -> bool | None:
         if self.is_gone():
@@ -456,8 +461,12 @@ def taken(path: str, error: OSError) -> Exception:
     return error
 
 
+def _open_file(path: str, flags: int, fds: list[int]) -> None:
+    fds.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+
+
 def _open_pipe(path: str, flags: int, fds: list[int]) -> None:
-    fds.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+    _open_file(path, flags | os.O_NONBLOCK, fds)
     if not stat.S_ISFIFO(os.fstat(fds[-1]).st_mode):
         raise UsageError(f"{path} is no named pipe")
 
@@ -469,29 +478,16 @@ def _events(fd: int) -> int:
     return sum(events for _, events in poller.poll(0))
 
 
-def _lock(fd: int, byte: int) -> bool:
-    """Lock a byte; return whether no other open file has it."""
-    import fcntl  # not on every system where this module is imported
-
+def _is_free(fd: int, byte: int, *, lock: bool = False) -> bool:
+    """Whether no other open file has locked a byte; then it is locked here, if that is wanted."""
+    asked = fcntl.F_OFD_SETLK if lock else fcntl.F_OFD_GETLK
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        answer = fcntl.fcntl(fd, asked, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return False
-    return True
-
-
-def _is_locked(fd: int, byte: int) -> bool:
-    """Whether another open file has locked a byte."""
-    import fcntl
-
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-
-
-def _open_file(path: str, flags: int, fds: list[int]) -> None:
-    fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600))
+    return lock or _LOCK.unpack(answer)[0] == fcntl.F_UNLCK
 
 
 def _after_fork_in_child() -> None:

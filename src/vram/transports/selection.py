@@ -18,14 +18,15 @@ from .remote import IpcTransport, RemoteTransport, VmmTransport
 from .shm import ShmTransport
 from .staged import StagedTransport
 
+_Made = type[LocalTransport | RemoteTransport]
 # Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
-TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
+TRANSPORTS: tuple[_Made, ...] = (
     PeerTransport, StagedTransport, VmmTransport, IpcTransport, ShmTransport,
 )  # fmt: skip
-_registered: list[type[LocalTransport | RemoteTransport]] = []
+_registered: list[_Made] = []
 
 
-def register(cls: type[LocalTransport | RemoteTransport]) -> None:
+def register(cls: _Made) -> None:
     """Have :func:`select` judge a transport of one's own beside this library's.
 
     ``vram.testing.TransportContract`` is what it must keep. It is measured like the others and taken where it is the
@@ -48,7 +49,7 @@ def register(cls: type[LocalTransport | RemoteTransport]) -> None:
     _registered.append(cls)
 
 
-def _all() -> tuple[type[LocalTransport | RemoteTransport], ...]:
+def _all() -> tuple[_Made, ...]:
     return (*TRANSPORTS, *_registered)
 
 
@@ -151,14 +152,7 @@ def select(
     return Selection(here, there, size, tuple(ranked), exchange)
 
 
-def _judge(
-    cls: type[LocalTransport | RemoteTransport],
-    src: Location,
-    dst: Location,
-    nbytes: int,
-    exchange: Exchange | None,
-    memory: str,
-) -> Ranked:
+def _judge(cls: _Made, src: Location, dst: Location, nbytes: int, exchange: Exchange | None, memory: str) -> Ranked:
     answer = cls.available(src, dst)
     if isinstance(answer, No):
         return Ranked(cls.kind, False, answer.reason)
