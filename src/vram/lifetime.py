@@ -77,11 +77,8 @@ _shield = _EXPOSED  # state of that thread
 _interrupted = False  # a SIGINT came under the shield, and the handler has not run yet
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Stand in for the handler while there is none to stand in for."""
-
-
-_handler: Callable[[int, FrameType | None], object] = _ignore  # the one that runs when the shield is lifted
+# The one that runs when the shield is lifted.
+_handler: Callable[[int, FrameType | None], object] = _signal.default_int_handler
 
 
 @overload
@@ -186,7 +183,7 @@ def waiting(call: Callable[..., _T], *arguments: Any) -> _T:
 def let_in() -> None:
     """Raise what Ctrl-C raises, if it was pressed under the shield: between the pieces of a long call."""
     if _interrupted:
-        waiting(_nothing)
+        waiting(_thread.get_ident)  # whatever the call
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
@@ -199,6 +196,16 @@ def take(lock: Any, timeout: float | None = None) -> bool:
     return _in_slices(partial(lock.acquire, True), timeout)
 
 
+@contextlib.contextmanager
+def held(lock: Any) -> Iterator[None]:
+    """Hold such a lock for a block. As above."""
+    take(lock)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _in_slices(ask: Callable[[float], bool], timeout: float | None) -> bool:
     until = None if timeout is None else time.monotonic() + timeout
     while not ask(_SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))):
@@ -206,10 +213,6 @@ def _in_slices(ask: Callable[[float], bool], timeout: float | None) -> bool:
         if until is not None and time.monotonic() >= until:
             return False
     return True
-
-
-def _nothing() -> None:
-    """Give Python an occasion to run signal handlers."""
 
 
 Label = str | Callable[[], str]

@@ -10,7 +10,6 @@ from .house import ROOT
 # A module over 700 lines needs a reason that a newcomer would accept.
 LONG = {
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
-    "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }

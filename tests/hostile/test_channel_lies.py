@@ -217,6 +217,6 @@ def test_memory_of_which_a_part_was_lost_is_sent_anew(hears: str) -> None:
         found = receiver.recv(timeout=SOON)
         array[-1] = 7
         assert found.to_host()[-1] == 7
-        assert len(sender._talk.exports.numbers()) == 1
+        assert len(sender._talk.exports.by_id) == 1
         sender.send(array, timeout=SOON)
         assert receiver.recv(timeout=SOON) is found

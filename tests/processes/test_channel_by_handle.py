@@ -91,7 +91,7 @@ def peer(running_peer: Peer) -> Iterator[Peer]:
 
 def cool(channel: vram.ArrayChannel) -> None:
     """What was sent last is as everything else from now on."""
-    channel._talk.outbox.put("idle", channel._talk.warm)
+    channel._talk.outbox.append(("idle", channel._talk.warm))
     channel._talk.warm = 0
     channel._talk.send_outbox()
 

@@ -177,7 +177,7 @@ def test_what_cannot_be_sent_is_named_and_nothing_is_sent(
     with rows(1) as array:
         with pytest.raises((UsageError, UnsupportedError), match=says):
             one.send(make(array))
-        assert one._talk.exports.numbers() == set()
+        assert one._talk.exports.by_id == {}
         one.send("and on")
         assert other.recv(timeout=SOON) == "and on"
         one.send(nested(array, MAX_DEPTH))
@@ -225,15 +225,15 @@ def test_i4_a_closed_array_among_others_leaves_nothing_lent(pair: tuple[ArrayCha
     with rows(1) as known, rows(2) as new:
         one.send(known)
         assert looks(other.recv(timeout=SOON)) == ("array", 1, 1, 1, 1)
-        lent = one._talk.exports.numbers()
+        lent = one._talk.exports.by_id.copy()
         closed = rows(3)
         closed.close()
         with pytest.raises(ClosedError, match=r"^\[2\]: "):
             one.send((known, new, closed))
-        assert one._talk.exports.numbers() == lent
+        assert one._talk.exports.by_id == lent
         one.send([new, known])
         assert looks(other.recv(timeout=SOON)) == [("array", 2, 2, 2, 2), ("array", 1, 1, 1, 1)]
-        assert len(other._talk.imports.numbers()) == 2
+        assert len(other._talk.imports.regions) == 2
 
 
 def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
@@ -250,7 +250,7 @@ def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[A
                 other.recv(timeout=SOON)
             with pytest.raises(WaitTimeoutError):
                 one.send((a, b), timeout=0)
-            assert one._talk.exports.numbers() == set()
+            assert one._talk.exports.by_id == {}
             with contextlib.suppress(WaitTimeoutError):
                 while True:
                     one.send(0, timeout=0)
@@ -259,7 +259,7 @@ def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[A
                 assert other.recv(timeout=0) == 0
         one.send((a, b))
         assert looks(other.recv(timeout=SOON)) == (("array", 1, 1, 1, 1), ("array", 2, 2, 2, 2))
-        assert len(other._talk.imports.numbers()) == 2
+        assert len(other._talk.imports.regions) == 2
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class TestOnAGpu:
                 with pytest.raises(ClosedError):
                     one.send([array, array[:8], closed])
                 assert len(one._talk.remote_refs) == 0
-                assert one._talk.exports.numbers() == set()
+                assert one._talk.exports.by_id == {}
 
 
 # -- the wire ---------------------------------------------------------------------------------------------------------

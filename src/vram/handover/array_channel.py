@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ReleaseWarning, UsageError, VramError, WaitTimeoutError
@@ -117,7 +118,7 @@ class ArrayChannel(Owned):
             If the time passed.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        self._talk.send(value, stream, None if timeout is None else deadline_in(timeout))
+        self._talk.send(value, stream, deadline_in(timeout))
 
     def recv(self, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:
         """Receive what the other end sent next.
@@ -161,11 +162,7 @@ class ArrayChannel(Owned):
         """
         if self.is_closed:
             return
-        self._talk.linger()
-        left = self._talk.leave_behind(self)
-        super().close(strict=strict)
-        self._talk.close()
-        if left:  # last: where warnings are errors it is closed all the same
+        if left := self._talk.end(self, partial(super().close, strict=strict)):
             warnings.warn(left, ReleaseWarning, stacklevel=3)
 
     @shielded
@@ -190,7 +187,7 @@ def _put_back(taken: list[Any], _: object) -> None:
 def _receive(taken: list[Any], stream: StreamLike | None, timeout: float | None) -> Any:
     """Receive over the channel in a list, which has afterwards what was taken out of its inbox as well."""
     channel: ArrayChannel = taken[0]
-    deadline = None if timeout is None else deadline_in(timeout)
+    deadline = deadline_in(timeout)
     channel.handle  # noqa: B018  (before the lock, as in send)
     talk = channel._talk
     taken.append(talk.next(deadline))

@@ -1,4 +1,4 @@
-"""Arrays over a connection: the memory once, then ids. The engine of :class:`ArrayChannel` and of the transports.
+"""Arrays over a connection: the memory once, then ids. The engine of :class:`ArrayChannel`, transports and pickles.
 
 It exports, imports, and follows growth; counts what may not be freed while it is used elsewhere; orders hand-overs by
 events; keeps a sender from having more descriptors unread than one message has; and knows both orders of death.
@@ -30,25 +30,18 @@ from ..sharing.parcels import Unread
 from ..spec import Location, check_timeout
 from . import messages as m
 from .containers import SCALARS, Packed, named, refuse, unpack
-from .exports import Export, ExportTable, nothing, refer
+from .exports import ExportTable, nothing, refer, weakly
 from .imports import ImportTable
-from .outbox import Outbox
 from .remote_refs import RemoteRefs, unreturned
 from .stream_events import StreamEvents
 
 
-class Ordered(msgspec.Struct):
-    """In the inbox in place of an array: one that may be used once an event is done."""
+class Found(msgspec.Struct):
+    """In the inbox: what may be used once events are done, each of the GPU that works on a region here."""
 
-    array: Any
-    event: int
-
-
-class Container(msgspec.Struct):
-    """In the inbox in place of a container: some of its arrays may be used once events are done."""
-
-    tree: msgspec.Raw
-    arrays: list[Any]  # or an Ordered in place of each
+    arrays: list[Any]
+    waits: list[tuple[int, Any]]
+    tree: msgspec.Raw | None = None  # a container, or the array itself
 
 
 class Failure:
@@ -74,19 +67,27 @@ _LISTENS = 256  # an end that only sends listens once in so many messages
 class Conversation:
     """One end of a connection, which its owner closes after it. `link` is a channel, or whatever brings messages;
     without a ``peek``, only who waits or receives hears the other end. With a `device` what comes is mapped for it, and
-    is a new array each time; without, what is in use is the same object when it comes again."""
+    is a new array each time; without, what is in use is the same object when it comes again. `decode` knows the
+    messages that may come; those between endpoints are for who receives."""
 
-    def __init__(self, link: Any, device: Location | None = None) -> None:
+    def __init__(
+        self, link: Any, device: Location | None = None, decode: Callable[[bytes], object] = m.decode_message
+    ) -> None:
         self.link = link
         self._is_channel = hasattr(link, "peek")  # others take locks, for which finalizers must not wait
         self._peek: Callable[[int], bytes] = link.peek if self._is_channel else lambda _: b""
         self._recv: Callable[..., tuple[bytes, list[int]]] = link.take if self._is_channel else link.recv
-        self.exports = ExportTable(_weakly(self.note_unmap), is_channels=True)
-        self.imports = ImportTable(_weakly(self.note_unref), user=device, is_fresh=device is not None)
+        note = weakly(self.note)
+        self.exports = ExportTable(partial(note, "unmap"), is_channels=True)
+        self._decode = decode
+        self._is_asked = decode is not m.decode_message  # between endpoints
+        dropped = None if self._is_asked else partial(note, "unref")
+        self.imports = ImportTable(dropped, user=device, is_fresh=device is not None)
         self.remote_refs = RemoteRefs()
         self.stream_events = StreamEvents()
         self.warm = 0  # memory of others that was sent last: open there, and mostly sent again; 0 is none
-        self.outbox = Outbox()
+        self.outbox: deque[tuple[str, Any]] = deque()  # by kind, see `note`; finalizers put something in
+        self._is_lost = False  # what was in the outbox was for an end that is gone
         self.inbox: deque[object] = deque()
         self.is_fresh = True
         self.received = 0  # of what was sent, as far as the other end tells
@@ -114,7 +115,7 @@ class Conversation:
         try:
             self.is_fresh = False
             if self.outbox:
-                self.outbox.tell(self.link, self._release_idle)
+                self._tell(0.0)
             if isinstance(value, (tuple, list, dict)):
                 if not (packed := Packed(value, _is_array)).is_plain:
                     self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
@@ -140,7 +141,7 @@ class Conversation:
             raise
         finally:
             self.sending.release()
-            if self.outbox or self.outbox.is_over:
+            if self.outbox or self._is_lost:
                 self.send_outbox()
 
     def _send_packed(self, packed: Packed, stream: int | None, deadline: float | None) -> None:
@@ -159,7 +160,7 @@ class Conversation:
                 f"a container of {len(arrays)} arrays and {size} bytes of everything else; a message has "
                 f"{MAX_MESSAGE}. Send its parts one by one, or make arrays of what is long"
             )
-        before = self.exports.numbers()
+        before = set(self.exports.by_id)
         kept: list[int] = []
         try:
             referred = []
@@ -175,7 +176,7 @@ class Conversation:
             for number in kept:
                 self._take_back(number)
             self._last, self._last_keep = nothing, 0
-            for number in self.exports.numbers() - before:
+            for number in self.exports.by_id.keys() - before:
                 self.exports.release(number)
             raise
 
@@ -190,7 +191,7 @@ class Conversation:
             event, entry = self.stream_events.record(region, stream)
             if entry is not None:
                 self.link.send(m.encode(m.EventIs(event, entry)), timeout=_left(deadline))
-                self.stream_events.told(event)
+                self.stream_events.told.add(event)  # not before: it may have to be tried again
         # The same array again is what channels are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access, self._lost_there)
         is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
@@ -212,7 +213,8 @@ class Conversation:
         if export.sent < export.count or export.sent < 0:
             kept = export.keep()
             try:
-                for part, fds in export.parts(max(export.sent, 0)):
+                while (found := export.part(max(export.sent, 0))) is not None:
+                    part, fds = found
                     # A peer that does not read must not cost more descriptors than two messages have (S4).
                     self.hear_until(
                         lambda: not self._unread.is_awaited,
@@ -224,6 +226,8 @@ class Conversation:
                     export.sent = part.first + len(part.descriptor.segments)
                     self._unread.sent += asks
                     self._unread.unasked = 0 if asks else self._unread.unasked + len(fds)
+                    if part.last:
+                        break
             finally:
                 kept.release()
         keep = 0
@@ -231,36 +235,63 @@ class Conversation:
             self._last_keep = keep = self.remote_refs.keep(array, export.id)
             if export.id != self.warm:
                 if self.warm:
-                    self.outbox.put("idle", self.warm)
+                    self.outbox.append(("idle", self.warm))
                 self.warm = export.id
         return m.encode(m.Shared(refer(export.id, export.sent, array), keep, event))
 
     @shielded
-    def note_unmap(self, memory: int) -> None:
-        """A memory that was exported is not any more. Reached from finalizers: never waits."""
-        self.outbox.put("unmap", memory)
+    def note(self, kind: str, what: object) -> None:
+        """Have the other end told, as soon as it reads and nobody sends. Reached from finalizers: never waits.
+
+        By kind: ``unmap``, a memory that was exported is not any more, and the other end is to close it; ``unmapped``,
+        a memory that was to be unmapped is closed here; ``unref``, of what came under a number so many arrays are done
+        with; ``received``, one more array was received; ``unpickled``, one more on a memory, by the thread there that
+        pickled it; ``idle``, the other end uses a memory no more, and whoever sends next decides whether it stays open
+        there."""
+        self.outbox.append((kind, what))
         if self._is_channel:
             self.send_outbox()
 
-    @shielded
-    def note_unref(self, number: int, times: int) -> None:
-        """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
-        self.outbox.put("unref", number, times)
-        if self._is_channel:
-            self.send_outbox()
-
-    def send_outbox(self) -> None:
+    def send_outbox(self, timeout: float = 0.0) -> None:
         """Tell the other end what is due, unless somebody is sending: they look again when they are done."""
         while self.outbox:
             if not self.sending.acquire(False):
                 return
             try:
-                if not self.outbox.tell(self.link, self._release_idle):
+                if not self._tell(timeout):
                     return
             finally:
                 self.sending.release()
-        if self.outbox.is_over and self.exports.remembered and self._is_over():
+        if self._is_lost and self.exports.remembered and self._is_over():
             self.exports.expect_nothing()
+
+    def _tell(self, timeout: float) -> bool:
+        """Say all that is due; False if the other end does not read. Called with the sending lock."""
+        due = self.outbox
+        while due:
+            kind, what = due[0]
+            if kind == "idle":  # have the other end close what it uses no more, unless it was sent last
+                due.popleft()
+                if what != self.warm and what in self.remote_refs.idle:
+                    self.exports.release(what)  # which may put something in
+                continue
+            # By index: others append meanwhile. At least one of a kind, and those of the kind that follow it.
+            count = 1
+            while count < min(len(due), m.MOST_SENT) and due[count][0] == kind:
+                count += 1
+            told = m.TOLD.get(kind)
+            message = m.Received(count) if told is None else told(tuple([due[at][1] for at in range(count)]))
+            try:
+                self.link.send(m.encode(message), timeout=timeout)
+            except WaitTimeoutError:
+                return False
+            except (VramError, OSError):  # the end of the connection makes the other end forget everything
+                self._is_lost = True
+                due.clear()
+                return True
+            for _ in range(count):
+                due.popleft()
+        return True
 
     def _is_over(self) -> bool:
         """Whether the other end is gone and nothing that it said is unread. Finalizers reach it: it never waits."""
@@ -274,11 +305,6 @@ class Conversation:
         finally:
             self.receiving.release()
 
-    def _release_idle(self, memory: int) -> None:
-        """Have the other end close what it uses no more, unless it was sent last. Called with the sending lock."""
-        if memory != self.warm and self.remote_refs.is_idle(memory):
-            self.exports.release(memory)
-
     def _take_back(self, number: int) -> None:
         """The array kept for the other end did not go there: nobody will say that it is done with."""
         with contextlib.suppress(ProtocolError):  # another thread heard that the other end is gone
@@ -287,7 +313,7 @@ class Conversation:
     def _hear_dropped(self, number: int, times: int) -> None:
         memory = self.remote_refs.decref(number, times)
         if memory is not None:
-            self.outbox.put("idle", memory)
+            self.outbox.append(("idle", memory))
 
     def _hear(self) -> None:
         """Hear what the other end is done with: an end that only sends would keep all that it ever sent.
@@ -298,7 +324,7 @@ class Conversation:
             if self._owed:
                 self._acknowledge()
             while self._peek(3) in _HEARD:
-                self._take(0)
+                self.hear_next(0)
         except VramError:  # the end, of which who sends or receives hears
             pass
         finally:
@@ -324,11 +350,8 @@ class Conversation:
 
     def shown(self, found: object) -> Any:
         """Return something out of the inbox as it is now, though an array in it may not be filled yet."""
-        if type(found) is Ordered:
-            return found.array
-        if type(found) is Container:
-            arrays = [one.array if isinstance(one, Ordered) else one for one in found.arrays]
-            return unpack(_parsed(m.decode_value, found.tree), arrays)
+        if type(found) is Found:
+            return found.arrays[0] if found.tree is None else unpack(_parsed(m.decode_value, found.tree), found.arrays)
         return _parsed(m.decode_value, found) if type(found) is msgspec.Raw else found
 
     def finished(self, found: object, stream: object, deadline: float | None) -> Any:
@@ -338,14 +361,10 @@ class Conversation:
                 raise found.error
             finally:
                 del found  # or the error, which keeps this frame, would keep itself and all that its callers hold
-        kind = type(found)
-        if kind is msgspec.Raw:
-            return _parsed(m.decode_value, found)  # type: ignore[arg-type]
-        for one in (found,) if kind is Ordered else found.arrays if kind is Container else ():  # type: ignore[attr-defined]
-            if type(one) is Ordered:
-                waits = None if stream is None else as_stream(stream)
-                check = partial(self._check_filler, deadline)
-                self.stream_events.wait(one.event, one.array.region, waits, check)
+        if type(found) is Found and found.waits:
+            waiter = None if stream is None else as_stream(stream)
+            for event, region in found.waits:
+                self.stream_events.wait(event, region, waiter, partial(self._check_filler, deadline))
         return self.shown(found)
 
     def _check_filler(self, deadline: float | None) -> None:
@@ -354,11 +373,6 @@ class Conversation:
             raise PeerGoneError("the process that was filling the memory is gone, and nobody knows how far it came")
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeoutError("the work that fills the array was not done before the deadline; it comes again")
-
-    def tell_received(self) -> None:
-        """Tell the other end, as soon as it reads, that one more of what it sent was received."""
-        self.outbox.put("received")
-        self.send_outbox()
 
     def hear_until(self, is_so: Callable[[], object], deadline: float | None, what: str) -> None:
         """Hear the other end until something is so. Raises WaitTimeoutError with `what` at the deadline."""
@@ -375,7 +389,7 @@ class Conversation:
                         if not is_so():
                             # Beyond the timeout: what cannot be mapped now is not sent again.
                             self.imports.until = None if deadline is None else deadline + UNDECIDED
-                            self._take(left)
+                            self.hear_next(left)
                     finally:
                         self.receiving.release()
                 elif is_late:
@@ -384,7 +398,7 @@ class Conversation:
                 if is_late:
                     raise WaitTimeoutError(f"{what} in time: {error}") from None
 
-    def _take(self, timeout: float | None) -> None:
+    def hear_next(self, timeout: float | None) -> None:
         """Take one message off the connection and deal with it; what is wrong with it is for who receives. Called with
         the receiving lock. If Ctrl-C comes while memory is mapped, the message is dealt with next time."""
         if self._owed and not self._acknowledge():
@@ -427,13 +441,18 @@ class Conversation:
         return True
 
     def _deal_with(self, payload: bytes, fds: list[int], lost: str) -> None:
-        message = _parsed(m.decode_message, payload)
+        message = _parsed(self._decode, payload)
         if isinstance(message, (m.Shared, m.Returned)):
-            found: object = self._arrived(message)
+            waits: list[tuple[int, Any]] = []
+            found: object = self._arrived(message, waits)
+            if waits:
+                found = Found([found], waits)
         elif isinstance(message, m.Value):
             found = message.value
         elif isinstance(message, m.Mixed):
             found = self._arrived_together(message)
+        elif isinstance(message, m.ASKED):
+            found = message
         elif isinstance(message, m.Part):
             self._learn(message, fds, lost)
             return
@@ -458,7 +477,7 @@ class Conversation:
             self.send_outbox()
         elif isinstance(message, m.Closed):
             for number in message.memories:
-                if self.exports.find(number) is not None:  # a part of it was lost there: it is sent anew, as another
+                if number in self.exports.by_id:  # a part of it was lost there: it is sent anew, as another
                     self._lost_there = object()
                     self.exports.release(number)
                     continue
@@ -471,8 +490,8 @@ class Conversation:
         """Let go of memory of the other end's, and say so."""
         done = [number for number in memories if self.imports.release(number)]
         self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
-        for number in done:  # and last: from here on nothing is sent back under these
-            self.outbox.put("unmapped", number)
+        for number in () if self._is_asked else done:  # and last: from here on nothing is sent back under these
+            self.outbox.append(("unmapped", number))
         self.send_outbox()
 
     def _learn(self, message: m.Part, fds: list[int], lost: str) -> None:
@@ -486,62 +505,52 @@ class Conversation:
             # Its sender hears that it is not here, and sends it anew.
             if isinstance(error, (DescriptorsLostError, DriverError)):
                 self._forget((message.part.memory,))
+        if self._is_asked:
+            self.inbox.append(message)
         if message.asks:  # its sender waits for this, and reads
             self._owed += 1
             self._acknowledge()
 
-    def _arrived(self, message: m.Shared | m.Returned) -> Array | Ordered | Failure:
-        """Return what a reference to an array means here."""
+    def _arrived(self, message: m.Shared | m.Returned, waits: list[tuple[int, Any]]) -> Array | Failure:
+        """Return what a reference to an array means here, and note the event that it waits for."""
         if isinstance(message, m.Shared):
             array = self.imports.array(message.reference, message.keep)
-            return Ordered(array, message.event) if message.event else array
+            if message.event:
+                waits.append((message.event, array.region))
+            return array
         local = self.exports.local_array(message.reference, self.remote_refs)
         if local is None:
             number = message.reference.memory
             return Failure(ClosedError(f"an array of memory {number} came back after it was closed here"))
         return local
 
-    def _arrived_or_not(self, message: m.Shared | m.Returned) -> Array | Ordered | Failure:
-        try:
-            return self._arrived(message)
-        except VramError as error:
-            return Failure(error)
-
-    def _arrived_together(self, message: m.Mixed) -> Container | Failure:
+    def _arrived_together(self, message: m.Mixed) -> Found | Failure:
         """Return a container, or what is wrong with one of its arrays. All are looked at: each may be kept for us by
         its sender, who hears that it is done with when it is dropped here."""
+        found = Found([None] * len(message.arrays), [], message.value)
+        wrong: list[Failure] = []
         # First what is mapped once more, where Ctrl-C may come: the rest is counted, and not to be begun twice.
-        ours = [self._arrived_or_not(one) if isinstance(one, m.Returned) else None for one in message.arrays]
-        arrays: list[Array | Ordered] = []
-        wrong: Failure | None = None
-        for one, known in zip(message.arrays, ours, strict=True):
-            found = self._arrived_or_not(one) if known is None else known
-            if isinstance(found, Failure):
-                wrong = wrong or found
-            else:
-                arrays.append(found)
-        return wrong or Container(message.value, arrays)
-
-    # -- memory that is brought by hand -------------------------------------------------------------------------
-    def export(self, array: Array) -> Export:
-        """Return the entry of an array's memory."""
-        take(self.sending)
-        try:
-            return self.exports.export(array)
-        finally:
-            self.sending.release()
-
-    def import_(self, part: m.MemoryPart, reference: m.Reference, fds: list[int]) -> Array:
-        """Return the array on memory that somebody brought. `fds` are lent."""
-        self.imports.learn(part, fds)
-        return self.imports.array(reference)
+        for at, one in sorted(enumerate(message.arrays), key=lambda numbered: isinstance(numbered[1], m.Shared)):
+            try:
+                array = self._arrived(one, found.waits)
+            except VramError as error:
+                array = Failure(error)
+            if isinstance(array, Failure):
+                wrong.append(array)
+            found.arrays[at] = array
+        return wrong[0] if wrong else found
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def linger(self) -> None:
-        """Hear, for a while, what the other end is done with."""
+    def end(self, who: object, close: Callable[[], object]) -> str:
+        """Hear, for a while, what the other end is done with, `close` the link, and forget everything; return what to
+        warn of, last: where warnings are errors it is closed all the same."""
         if self.remote_refs:
             with contextlib.suppress(VramError):
                 self.hear_until(lambda: not self.remote_refs, time.monotonic() + _LINGER, "")
+        left = self.leave_behind(who)
+        close()
+        self.close()
+        return left
 
     def leave_behind(self, who: object) -> str:
         """Let go of what was sent if the other end is gone, or leave it to the process; return what to say of that."""
@@ -608,15 +617,3 @@ def _is_shareable(value: object) -> bool:
     kind = type(value)
     words = ("__dlpack__", "__cuda_array_interface__")
     return any(hasattr(kind, word) for word in words) or words[1] in getattr(value, "__dict__", ())
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return what calls a channel's method without keeping the channel: one that is dropped ends at once."""
-    ref = weakref.WeakMethod(method)
-
-    def call(*arguments: int) -> None:
-        found = ref()
-        if found is not None:
-            found(*arguments)
-
-    return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ..arrays.shapes import nbytes_of
 from ..errors import ClosedError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own
 from ..memory import PhysicalAllocation, Pin, Region
+from ..memory.allocation import or_else
 from ..memory.kinds import BY_NUMBER
 from ..sharing.descriptor import MemoryDescriptor
 from ..sharing.mapping import describe_held, map_memory
@@ -99,14 +100,6 @@ class Export:
             kept.release()
             raise ClosedError(f"memory {self.id} was given back by its owner")
         return kept
-
-    def parts(self, first: int) -> Iterator[tuple[MemoryPart, list[int]]]:
-        """Yield a message for each part of the segments from `first` on: see :meth:`part`."""
-        while (part := self.part(first)) is not None:
-            yield part
-            if part[0].last:
-                return
-            first += len(part[0].descriptor.segments)
 
     def part(self, first: int) -> tuple[MemoryPart, list[int]] | None:
         """Return the message for the segments from `first` on, with its descriptors; None if there are none.
@@ -201,9 +194,10 @@ class ExportTable:
         self._pools = LentPools() if is_channels else None
         self.remembered: dict[int, Export] = {}
         self._retired: Callable[[int], None] | None = retired
+        self._undo = weakly(self._forget)  # regions outlive connections
         self._ids = itertools.count(1)
         self._by_region: dict[Handle, Export] = {}
-        self._by_id: dict[int, Export] = {}
+        self.by_id: dict[int, Export] = {}  # what is exported, and its memory still there
 
     def export(self, array: Array) -> Export:
         """Return the entry of an array's memory, a new one if the memory is new or no longer what was exported.
@@ -231,24 +225,17 @@ class ExportTable:
                 return export
             handle.drop_dependency(export.handle)
         number = next(self._ids)
-        claim = own(f"memory {number} lent to another process", partial(_retire, weakref.ref(self), handle, number))
-        try:
+        claim = own(f"memory {number} lent to another process", partial(self._undo, handle, number))
+        with or_else(claim.release):
             export = Export(number, region, claim.handle, self._pools)
             export.remember(array)
-            self._by_region[handle] = self._by_id[number] = export
+            self._by_region[handle] = self.by_id[number] = export
             handle.adopt(claim)  # from here on the region alone keeps it
-        except BaseException:
-            claim.release()
-            raise
         return export
-
-    def numbers(self) -> set[int]:
-        """Return the numbers of all memory that is exported."""
-        return set(self._by_id)
 
     def release(self, number: int) -> None:
         """Lend a memory no longer, though it is there; `retired` is told."""
-        export = self._by_id.get(number)
+        export = self.by_id.get(number)
         if export is not None:
             export.memory.drop_dependency(export.handle)
 
@@ -258,13 +245,9 @@ class ExportTable:
         is_all = export is not None and export.still_is(region) and len(export.layout) == len(region.layout)
         return export if is_all else None
 
-    def find(self, number: int) -> Export | None:
-        """Return what was exported under an id, if its memory is still there."""
-        return self._by_id.get(number)
-
     def local_array(self, reference: Reference, refs: RemoteRefs | None = None) -> Array | None:
         """Return the array here that a reference to exported memory means; see :meth:`Export.local_array`."""
-        export = self._by_id.get(reference.memory) or self.remembered.get(reference.memory)
+        export = self.by_id.get(reference.memory) or self.remembered.get(reference.memory)
         return None if export is None else export.local_array(reference, refs)
 
     def closed(self, number: int) -> None:
@@ -287,21 +270,26 @@ class ExportTable:
         self.expect_nothing()
 
     def _forget(self, handle: Handle, number: int) -> None:
-        export = self._by_id.get(number)
+        export = self.by_id.get(number)
         if export is not None and export.is_held and export.sent >= 0 and self._retired is not None:
             self.remembered[number] = export  # first: another thread may just be looking for it
-        self._by_id.pop(number, None)
+        self.by_id.pop(number, None)
         if export is not None and self._by_region.get(handle) is export:
             self._by_region.pop(handle, None)
         if self._retired is not None:
             self._retired(number)
 
 
-def _retire(table: weakref.ref[ExportTable], handle: Handle, number: int) -> None:
-    """Undo an export. Regions outlive connections, so the table is held weakly."""
-    found = table()
-    if found is not None:
-        found._forget(handle, number)
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return what calls a method without keeping its object: a channel that is dropped ends at once."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        found = ref()
+        if found is not None:
+            found(*arguments)
+
+    return call
 
 
 def nothing() -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 from ..arrays import Array
 from ..arrays.views import close_when_unused
 from ..errors import ProtocolError
-from ..lifetime import Handle, take
+from ..lifetime import Handle, held
 from ..memory import Region
 from ..memory.foreign import ForeignRegion
 from ..memory.kinds import BY_NUMBER
@@ -25,15 +25,6 @@ from .messages import MemoryPart, Reference
 from .remote_refs import RefToken
 
 
-class UnknownMemoryError(ProtocolError):
-    """A reference names more of a memory than its receiver knows: `known` segments, -1 if it was never heard of."""
-
-    def __init__(self, memory: int, known: int) -> None:
-        self.memory, self.known = memory, known
-        beyond = f" beyond its first {known} segments" if known >= 0 else ""
-        super().__init__(f"memory {memory} is referred to but not known here{beyond}")
-
-
 class ImportTable:
     """Keeps the memory that one exporter shared, under its numbers. Finalizers call `dropped` with number and count of
     handle memory that is done with; without it none is taken. With `is_fresh` each array is a new one. `until`
@@ -42,14 +33,18 @@ class ImportTable:
     until: float | None = None
 
     def __init__(
-        self, dropped: Callable[[int, int], None] | None = None, *, user: Location | None = None, is_fresh: bool = False
+        self,
+        dropped: Callable[[tuple[int, int]], None] | None = None,
+        *,
+        user: Location | None = None,
+        is_fresh: bool = False,
     ) -> None:
         self._dropped = dropped
         self._user = user
         self._is_fresh = is_fresh
         self._imports = Imports()
         self._lock = threading.Lock()  # of what is learnt; never taken by a finalizer
-        self._regions: dict[int, Region] = {}
+        self.regions: dict[int, Region] = {}  # by number, what is kept
         self._numbers: dict[Handle, int] = {}
         self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
 
@@ -57,32 +52,24 @@ class ImportTable:
         """Map a memory, or what it has grown by; what is known already is passed over. `fds` are lent.
         Raises ProtocolError if the part contradicts what is known, or its descriptors are not what it says."""
         part.descriptor.check()
-        take(self._lock)
-        try:
-            self._learn(part, fds)
-        finally:
-            self._lock.release()
-
-    def _learn(self, part: MemoryPart, fds: list[int]) -> None:
-        region = self._regions.get(part.memory)
-        known = 0 if region is None else len(region.layout)
-        if part.first < known:  # somebody brought it by hand
-            part, fds = _rest(part, fds, known - part.first)
-            if not part.descriptor.segments:
+        with held(self._lock):
+            region = self.regions.get(part.memory)
+            known = 0 if region is None else len(region.layout)
+            if part.first < known:  # somebody brought it by hand
+                part, fds = _rest(part, fds, known - part.first)
+                if not part.descriptor.segments:
+                    return
+            check_next(part.first, known, f"segments of memory {part.memory}")
+            if part.handle:
+                made = self._open(part, fds, region)
+            elif region is None:
+                access = "rw" if part.writable else "r"
+                made = map_memory(part.descriptor, fds, access=access, growing=True, user=self._user, until=self.until)
+            else:
+                extend_memory(region, part.descriptor.segments, fds, until=self.until)
                 return
-        check_next(part.first, known, f"segments of memory {part.memory}")
-        if part.handle:
-            self._add(part.memory, self._open(part, fds, region))
-        elif region is None:
-            access = "rw" if part.writable else "r"
-            made = map_memory(part.descriptor, fds, access=access, growing=True, user=self._user, until=self.until)
-            self._add(part.memory, made)
-        else:
-            extend_memory(region, part.descriptor.segments, fds, until=self.until)
-
-    def _add(self, number: int, region: Region) -> None:
-        self._regions[number] = region
-        self._numbers[region.handle] = number
+            self.regions[part.memory] = made
+            self._numbers[made.handle] = part.memory
 
     def _open(self, part: MemoryPart, fds: list[int], known: Region | None) -> Region:
         """Open memory that no descriptor stands for."""
@@ -101,10 +88,12 @@ class ImportTable:
 
     def array(self, reference: Reference, keep: int = 0) -> Array:
         """Return the array that a reference means, the same object while that is in use; `keep` is its sender's number
-        for kept memory, or 0. Raises UnknownMemoryError if its memory, or that much of it, was not shared yet."""
+        for kept memory, or 0. Raises ProtocolError if its memory, or that much of it, was not shared yet."""
         array = self.find(reference, keep)
         if array is None:
-            raise UnknownMemoryError(reference.memory, self.known(reference.memory))
+            known = self.known(reference.memory)
+            beyond = f" beyond its first {known} segments" if known >= 0 else ""
+            raise ProtocolError(f"memory {reference.memory} is referred to but not known here{beyond}")
         return array
 
     def find(self, reference: Reference, keep: int = 0) -> Array | None:
@@ -116,7 +105,7 @@ class ImportTable:
                 return array
         # Before it is known whether there is an array: else it is dropped here, and its sender keeps it no longer.
         token = RefToken(keep, self._dropped) if keep and self._dropped is not None else None
-        region = self._regions.get(reference.memory)
+        region = self.regions.get(reference.memory)
         if region is None or len(region.layout) < reference.segments:
             return None
         array = array_on_lent(region, known_dtype(reference.dtype), reference, token)
@@ -126,22 +115,18 @@ class ImportTable:
 
     def known(self, memory: int) -> int:
         """Return how many segments of a memory are known; -1 if it was never heard of."""
-        region = self._regions.get(memory)
+        region = self.regions.get(memory)
         return -1 if region is None else len(region.layout)
 
     def number_of(self, array: Array) -> int | None:
         """Return the id under which the exporter knows an array's memory; None if it is not the exporter's."""
         return self._numbers.get(array.region.handle) if self._numbers else None
 
-    def numbers(self) -> tuple[int, ...]:
-        """Return the ids of all memories that are kept."""
-        return tuple(self._regions)
-
     def release(self, number: int) -> bool:
         """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before. Return
         whether its owner may free it: it is closed here now, or a descriptor keeps it for whoever uses it here."""
         self._latest.pop(number, None)
-        region = self._regions.pop(number, None)
+        region = self.regions.pop(number, None)
         if region is None:
             return True  # it could not be opened
         self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
@@ -150,7 +135,7 @@ class ImportTable:
 
     def close(self) -> None:
         """Let go of everything."""
-        for number in list(self._regions):
+        for number in list(self.regions):
             self.release(number)
 
 

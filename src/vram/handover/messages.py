@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -125,7 +126,7 @@ class Handle(Struct, frozen=True, array_like=True):
 # -- between endpoints, besides ---------------------------------------------------------------------------------
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer.
-    `by` is the number of the thread that pickled the array, as the pickle says; 0 where it does not."""
+    `by` is the number of the thread that pickled the array, as the pickle says."""
 
     memory: Size
     first: Count
@@ -133,11 +134,9 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 class Unpickled(Struct, frozen=True, array_like=True, tag="took"):
-    """So many arrays on this memory, pickled by this thread, were unpickled."""
+    """Arrays that were unpickled: the memory of each, and the thread that pickled it."""
 
-    memory: Size
-    times: Size
-    by: Size = 0
+    arrays: Annotated[tuple[tuple[Size, Size], ...], Meta(max_length=MAX_UNMAPPED)]
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):
@@ -150,6 +149,8 @@ class Gone(Struct, frozen=True, array_like=True, tag="gone"):
     memory: Size
 
 
+ASKED = (Fetch, Unpickled, Bye, Gone)
+TOLD: dict[str, Callable[..., Struct]] = {"unmap": Unmap, "unmapped": Closed, "unref": Unref, "unpickled": Unpickled}
 encode = msgspec.msgpack.Encoder().encode
 decode_value = msgspec.msgpack.Decoder().decode
 decode_request = msgspec.msgpack.Decoder(Fetch | Unpickled | Bye).decode

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 import operator
 import os
@@ -19,24 +18,21 @@ import socket
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
-import msgspec
-
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..lifetime import Claim, Handle, shielded, take, waiting
+from ..lifetime import Claim, Handle, held, shielded, take, waiting
 from ..memory import Pin, Region
-from ..open_files import close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
 from . import messages as m
+from .conversation import Conversation, Failure
 from .exports import Export, ExportTable
-from .imports import ImportTable, UnknownMemoryError
 
 # -- what is on its way -----------------------------------------------------------------------------------------------
 FLIGHT_SECONDS = 600.0
@@ -54,7 +50,7 @@ class _Flight:
         self.export = export
         self.by = by
         self.who = who
-        self.kept: Pin | Claim | None = None
+        self.kept: Pin | Claim
         self.count = 0
         self.since = 0.0
         self.until = math.inf  # when it ends: its readers died
@@ -66,23 +62,11 @@ class _Flight:
             f"{self.who(self.by)}"
         )
 
-    def pin(self, region: Region) -> None:
-        """Pin all that a region has by now."""
-        if self.kept is None:
-            self.kept = region.pin(0, region.nbytes, self)
-        elif not isinstance(self.kept, Pin) or region.nbytes > self.kept.stop:
-            self.keep(region.pin(0, region.nbytes, self))
-
     def loosen(self) -> None:
         """Keep the memory, and let its owner shrink it."""
         if isinstance(self.kept, Pin):
-            self.keep(self.export.memory.claim("in flight to another process"))
-
-    def keep(self, kept: Pin | Claim | None) -> None:
-        """Keep the memory in another way from now on, or no longer."""
-        before, self.kept = self.kept, kept
-        if before is not None:
-            before.release()
+            pinned, self.kept = self.kept, self.export.memory.claim("in flight to another process")
+            pinned.release()
 
 
 class Flights:
@@ -90,11 +74,9 @@ class Flights:
     sender dropped the array (:data:`ORPHAN_SECONDS` after a reader's death). Flights are told apart by pickling thread:
     its reader is expected to unpickle the rest, too. `late` gets ids exported anew while in flight."""
 
-    def __init__(
-        self, late: Callable[[int], None], export: Callable[[int], Export | None], who: Callable[[int], str]
-    ) -> None:
+    def __init__(self, exports: ExportTable, late: Callable[[int], None], who: Callable[[int], str]) -> None:
+        self._exports = exports
         self._late = late
-        self._lent = export
         self._who = who
         self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
         self._landed = 0.0  # when an array arrived last
@@ -103,28 +85,33 @@ class Flights:
     def begin(self, export: Export, region: Region, by: int) -> None:
         """One more array on this memory was pickled, by the thread of this number."""
         with self._lock:
-            flight = self._flights.get((export.id, by)) or _Flight(export, by, self._who)
-            flight.pin(region)
+            flight = self._flights.get((export.id, by))
+            if flight is None:
+                flight = _Flight(export, by, self._who)
+                flight.kept = region.pin(0, region.nbytes, flight)
+                self._flights[export.id, by] = flight
+            elif not isinstance(flight.kept, Pin) or region.nbytes > flight.kept.stop:  # all that it has by now
+                before, flight.kept = flight.kept, region.pin(0, region.nbytes, flight)
+                before.release()
             flight.since, flight.until = time.monotonic(), math.inf
             flight.count += 1
-            self._flights[export.id, by] = flight
 
     def find(self, memory: int) -> Export | None:
-        """Return what is in flight under an id, if it is."""
+        """Return what was exported under an id. In flight it outlives its being exported anew, as after a freeze."""
+        if (export := self._exports.by_id.get(memory)) is not None:
+            return export
         with self._lock:
             return next((flight.export for (number, _), flight in self._flights.items() if number == memory), None)
 
-    def land(self, memory: int, times: int, by: int = 0) -> None:
-        """So many arrays on a memory arrived; 0 for `by` is whoever pickled it."""
+    def land(self, memory: int, by: int) -> None:
+        """An array on a memory arrived that a thread pickled."""
         with self._lock:
-            if not by:
-                by = next((thread for number, thread in self._flights if number == memory), 0)
             flight = self._flights.get((memory, by))
             if flight is None:
                 return
             flight.since = self._landed = time.monotonic()
             flight.until = math.inf
-            flight.count -= times
+            flight.count -= 1
             if flight.count > 0:
                 return
             del self._flights[memory, by]
@@ -171,11 +158,11 @@ class Flights:
         with self._lock:
             flights, self._flights = self._flights, {}
         for flight in flights.values():
-            flight.keep(None)
+            flight.kept.release()
 
     def _end(self, flight: _Flight) -> None:
-        late = self._lent(flight.export.id) is not flight.export
-        flight.keep(None)
+        late = self._exports.by_id.get(flight.export.id) is not flight.export
+        flight.kept.release()
         if late:
             self._late(flight.export.id)
 
@@ -187,44 +174,47 @@ _TICK = 1e-3  # seconds until the endpoint looks again at a connection that some
 
 
 class FetchServer:
-    """A process that uses our arrays: what it asked for and is owed, while its socket has no room. `threads` are those
-    here that pickled something that it unpickled; `said_bye` says that it ends of its own accord."""
+    """A process that uses our arrays, and what it asked for and is owed, while its socket has no room. `threads` are
+    those here that pickled something that it unpickled; `said_bye` says that it ends of its own accord."""
 
-    __slots__ = ("asked", "channel", "fd", "pid", "said_bye", "threads", "unmaps")
+    __slots__ = ("asked", "fd", "key", "pid", "said_bye", "talk", "threads")
 
     def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.fd = channel.fileno()
+        self.talk = Conversation(channel, decode=m.decode_request)
+        self.fd = self.key = channel.fileno()
         self.pid = channel.peer().pid
         self.threads: set[int] = set()
         self.said_bye = False
         self.asked: deque[tuple[m.Fetch, float]] = deque()
-        self.unmaps: deque[int] = deque()
+
+    def end(self) -> None:
+        """The process is gone, or is served no longer."""
+        self.talk.link.close()
 
 
 class FetchClient:
     """The connection to one process whose arrays this one uses; it takes the channel over. A thread that asks hears the
     answer itself; the endpoint's thread hears what comes unasked."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, address: str) -> None:
         channel.only_memory = True
-        self.channel = channel
+        self.talk = Conversation(channel, decode=m.decode_reply)
         self.fd = channel.fileno()
-        self._imports = ImportTable()
+        self.key = address
         self._lock = threading.Lock()  # of the imports, and of receiving; never taken by a finalizer
-        self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)  # memories, by whom, and how often
-        self._told = 0.0
+        self.told = 0.0  # when the process was told last
 
-    def array(self, reference: m.Reference, by: int = 0) -> Array:
+    def array(self, reference: m.Reference, by: int) -> Array:
         """Return the array that a reference means, fetching what is not known of its memory; thread `by` pickled it.
         Raises PeerGoneError if the process is gone, ClosedError if it has let go of the memory."""
-        asked: int | None = None
-        take(self._lock)
+        imports, asked = self.talk.imports, None
+        if not self._lock.acquire(False):
+            take(self._lock)
         try:
-            while (found := self._imports.find(reference)) is None:
-                known = self._imports.known(reference.memory)
+            while (found := imports.find(reference)) is None:
+                known = imports.known(reference.memory)
                 if known == asked:  # it answered, and we are none the wiser
-                    raise UnknownMemoryError(reference.memory, known)
+                    return imports.array(reference)
                 asked = known
                 self._fetch(reference.memory, max(known, 0), by)
             return found
@@ -233,86 +223,46 @@ class FetchClient:
 
     def known(self, reference: m.Reference) -> Array | None:
         """Return the array if its memory is mapped here already."""
-        if not self._lock.acquire(False):
-            take(self._lock)
-        try:
-            return self._imports.find(reference)
-        finally:
-            self._lock.release()
+        with held(self._lock):
+            return self.talk.imports.find(reference)
 
-    # -- what was taken -----------------------------------------------------------------------------------------
-    def received(self, memory: int, by: int) -> bool:
-        """An array on a memory was unpickled; return whether the process has still to be told, by :meth:`tell`."""
-        self._taken[memory, by] += 1
-        if time.monotonic() - self._told < TELL_SECONDS:
-            return True
-        return self.tell()
-
-    def tell(self, timeout: float = 0.0) -> bool:
-        """Tell the process what was taken since the last time; return whether that has to be tried again. Each is told
-        once: twice would end a flight that somebody is still to unpickle. A full queue or an end is no error."""
-        self._told = time.monotonic()
+    def _fetch(self, memory: int, first: int, by: int) -> None:
+        """Ask for the segments of a memory from `first` on, and map what comes. Called with the lock."""
+        talk, deadline = self.talk, time.monotonic() + FETCH_SECONDS
+        talk.inbox.clear()  # the answer to somebody who did not wait for it
         try:
-            while self._taken:
-                (memory, by), times = self._taken.popitem()
-                try:
-                    self.channel.send(m.encode(m.Unpickled(memory, times, by)), timeout=timeout)
-                except WaitTimeoutError:
-                    self._taken[memory, by] += times
-                    return True
-        except KeyError:  # another thread tells it
-            pass
-        except (VramError, OSError):
-            self._taken.clear()
-        return False
+            talk.link.send(m.encode(m.Fetch(memory, first, by)), timeout=FETCH_SECONDS)
+            while True:
+                talk.hear_until(talk.inbox.__len__, deadline, f"memory {memory} was not sent")
+                if isinstance(talk.inbox[0], Failure):
+                    talk.finished(talk.inbox.popleft(), None, deadline)  # raises what it is
+                answer = talk.inbox.popleft()
+                if isinstance(answer, m.Part) and (answer.part.memory, answer.part.first) == (memory, first):
+                    return
+                if isinstance(answer, m.Gone) and answer.memory == memory:
+                    raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
+        except (PeerGoneError, ClosedError):
+            if talk.link.is_closed or talk.link.is_gone():
+                raise PeerGoneError(
+                    f"the process that sent memory {memory} is gone, and with it what was not fetched yet; "
+                    f"publish arrays that must outlive their maker"
+                ) from None
+            raise
 
     def take_leave(self) -> None:
         """Tell the process, once all is said that was taken, that this one ends of its own accord."""
         with contextlib.suppress(VramError, OSError):  # it then keeps less long what others might still unpickle
-            self.channel.send(m.encode(m.Bye()), timeout=TELL_SECONDS)
-
-    def _fetch(self, memory: int, first: int, by: int) -> None:
-        """Ask for the segments of a memory from `first` on, and map what comes. Called with the lock."""
-        deadline = time.monotonic() + FETCH_SECONDS
-        try:
-            self.channel.send(m.encode(m.Fetch(memory, first, by)), timeout=FETCH_SECONDS)
-            while True:
-                message, fds = self._hear(max(0.0, deadline - time.monotonic()))
-                if isinstance(message, m.Gone) and message.memory == memory:
-                    raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
-                if isinstance(message, m.Part) and (message.part.memory, message.part.first) == (memory, first):
-                    self._imports.learn(message.part, fds)
-                    return
-                # Else the late answer to somebody who did not wait for it.
-        except WaitTimeoutError:
-            raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
-        except (PeerGoneError, ClosedError):
-            if self.channel.is_closed or self.channel.is_gone():
-                raise _gone(memory) from None
-            raise
-
-    def _hear(self, timeout: float) -> tuple[object, list[int]]:
-        """Take one message off the socket, and let go of what it asks for. Its descriptors close with the list."""
-        payload, fds = self.channel.take(timeout=timeout)
-        try:
-            message = m.decode_reply(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self.channel.hang_up()
-            raise ProtocolError(f"not a message between endpoints: {error}") from None
-        if isinstance(message, m.Unmap):
-            for memory in message.memories:
-                self._imports.release(memory)
-        return message, fds
+            self.talk.link.send(m.encode(m.Bye()), timeout=TELL_SECONDS)
 
     # -- what the endpoint's thread does ------------------------------------------------------------------------
     def hear(self) -> None:
-        """Hear what came unasked, unless somebody asks, who hears it. Raises ProtocolError if it is no message,
-        PeerGoneError if the process is gone."""
+        """Hear what came unasked, unless somebody asks, who hears it. Raises PeerGoneError if the process is gone."""
         if not self._lock.acquire(False):
             time.sleep(_TICK)
             return
         try:
-            self._hear(0.0)
+            self.talk.hear_next(0.0)
+            self.talk.inbox.clear()  # nobody asked
         except WaitTimeoutError:  # somebody who asked was faster
             pass
         finally:
@@ -320,21 +270,13 @@ class FetchClient:
 
     def end(self) -> None:
         """The process is gone. Arrays that are alive keep their memory; nothing else does."""
-        self.channel.close()  # first: it wakes whoever waits for an answer
+        self.talk.link.close()  # first: it wakes whoever waits for an answer
         with self._lock:
-            self._imports.close()
-
-
-def _gone(memory: int) -> PeerGoneError:
-    return PeerGoneError(
-        f"the process that sent memory {memory} is gone, and with it what was not fetched yet; "
-        f"publish arrays that must outlive their maker"
-    )
+            self.talk.close()
 
 
 # -- this process's endpoint ------------------------------------------------------------------------------------------
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
-_ACCEPTED = 64  # connections, before the others are heard again
 
 
 class Endpoint:
@@ -344,14 +286,13 @@ class Endpoint:
         check_sockets()
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.exports = ExportTable(self._retire)
-        self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
+        self.flights = Flights(self.exports, self._retire, self._who_unpickles)
         self._thread_of = threading.local()  # its number, among those that pickled
         self._numbered = 0  # threads that pickled
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
         self._clients: dict[str, FetchClient] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
         self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
-        self._retired: deque[int] = deque()
         self._servers: dict[int, FetchServer] = {}
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
@@ -390,20 +331,17 @@ class Endpoint:
             if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
                 export, written = last[2:]
             else:
-                export, written = self._reduce_anew(array, by)
+                export = self.exports.export(array)
+                origin, number = self._origins.get(region.handle, ("", 0))
+                where = (len(export.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
+                written = self.address, export.id, where, origin, number, by
                 self._last = (weakref.ref(array), state, export, written)
             self.flights.begin(export, region, by)
         return written
 
     def take_back(self, address: str, memory: int, *written: object) -> None:
         """Keep memory no longer for a pickle, which was not made of what :meth:`reduce` returned."""
-        self.flights.land(memory, 1, getattr(self._thread_of, "number", 0))
-
-    def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
-        export = self.exports.export(array)
-        origin, number = self._origins.get(array.region.handle, ("", 0))
-        where = (len(export.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
-        return export, (self.address, export.id, where, origin, number, by)
+        self.flights.land(memory, getattr(self._thread_of, "number", 0))
 
     def read(self, address: str, memory: int, where: tuple[Any, ...], origin: str, first_memory: int, by: int) -> Array:
         """Return the array that a pickle means; the very object if it was made in this process. Raises PeerGoneError if
@@ -411,13 +349,21 @@ class Endpoint:
         reference = m.Reference(memory, *where)  # segments, offset, dtype, shape
         # Where it came from, before it came from the process that pickled it.
         first = m.Reference(first_memory, *where) if origin else reference
+        array: Array | None = None
         try:
-            array = self._known(origin or address, first)
+            if (origin or address) == self.address:
+                export = self.flights.find(first.memory)
+                array = None if export is None else export.local_array(first)
+            elif origin and (maker := self._clients.get(origin)) is not None:
+                array = maker.known(first)
             if array is None:
-                array = self._client(address).array(reference, by)
+                client = self._clients.get(address) or self._connect(address)
+                array = client.array(reference, by)
                 handle = array.region.handle
                 if handle not in self._origins:
                     with self._lock:
+                        for old in [one for one in self._origins if not one.is_open]:
+                            del self._origins[old]
                         self._origins[handle] = (origin, first_memory) if origin else (address, memory)
         except BaseException as error:  # it is not in its queue any more
             # An address that cannot be reached is not tried again, but after Ctrl-C.
@@ -427,35 +373,24 @@ class Endpoint:
         self._received(address, memory, by)
         return array
 
-    def _known(self, address: str, reference: m.Reference) -> Array | None:
-        """Return an array on memory that is mapped here already, as its owner's or as an import."""
-        if address == self.address:
-            export = self._lent(reference.memory)
-            return None if export is None else export.local_array(reference)
-        client = self._clients.get(address)
-        return None if client is None else client.known(reference)
-
-    def _lent(self, memory: int) -> Export | None:
-        """Return what was exported under an id. In flight it outlives its being exported anew, as after a freeze."""
-        return self.exports.find(memory) or self.flights.find(memory)
-
     def _received(self, address: str, memory: int, by: int) -> None:
         """Say that an array arrived."""
         if address == self.address:
-            self.flights.land(memory, 1, by)
+            self.flights.land(memory, by)
             return
         try:
-            client = self._clients.get(address) or self._client(address)
-            if client.received(memory, by) and not self._is_to_tell:
+            client = self._clients.get(address) or self._connect(address)
+            client.talk.outbox.append(("unpickled", (memory, by)))
+            if time.monotonic() - client.told >= TELL_SECONDS:
+                client.told = time.monotonic()
+                client.talk.send_outbox()
+            if client.talk.outbox and not self._is_to_tell:
                 self._is_to_tell = True
                 self._poke()
         except (VramError, OSError):  # a sender that is gone needs not be told
             pass
 
-    def _client(self, address: str) -> FetchClient:
-        client = self._clients.get(address)
-        if client is not None:
-            return client
+    def _connect(self, address: str) -> FetchClient:
         try:
             channel = Channel.connect(address, FETCH_SECONDS, _check_user)
         except PeerGoneError:
@@ -467,11 +402,11 @@ class Endpoint:
                 self._check()
                 client = self._clients.get(address)
                 if client is None:
-                    made = FetchClient(channel)
+                    made = FetchClient(channel, address)
                     self._selector.register(made.fd, selectors.EVENT_READ, made)  # first: or nobody would hear it
                     client = self._clients[address] = made
         finally:
-            if client is None or client.channel is not channel:  # refused, or another thread was faster
+            if client is None or client.talk.link is not channel:  # refused, or another thread was faster
                 channel.close()
         return client
 
@@ -483,7 +418,7 @@ class Endpoint:
     def _serve(self) -> None:
         told, look = 0.0, 0.0
         while not self._stopping:
-            behind = [server for server in self._servers.values() if server.asked or server.unmaps]
+            behind = [server for server in self._servers.values() if server.asked or server.talk.outbox]
             wait = min(_SOON, look) if behind else look
             if self._is_to_tell:
                 wait = min(wait, max(0.0, told + TELL_SECONDS - time.monotonic()))
@@ -492,16 +427,13 @@ class Endpoint:
             if self._is_to_tell and time.monotonic() - told >= TELL_SECONDS:
                 told = time.monotonic()
                 self._tell_taken()
-            if self._retired or self._origins:
-                self._tell_retired()
             for server in list(self._servers.values()):
-                if server.asked or server.unmaps:
+                if server.asked or server.talk.outbox:
                     self._catch_up(server)
             look = self.flights.end_stale()
 
     def _react(self, key: selectors.SelectorKey) -> None:
         peer = key.data
-        is_over = False
         try:
             if isinstance(peer, FetchClient):
                 peer.hear()
@@ -512,13 +444,13 @@ class Endpoint:
                     os.eventfd_read(self._wake)
             else:
                 self._accept()
-        except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self._drop(peer)
-            is_over = isinstance(error, PeerGoneError)
-        if is_over and isinstance(peer, FetchServer) and not peer.said_bye:
-            for by in peer.threads:
-                if not self._servers_of(by):
-                    self.flights.orphan(by)
+        except (VramError, OSError) as error:
+            if peer is not None:
+                self._drop(peer)
+            if isinstance(error, PeerGoneError) and isinstance(peer, FetchServer) and not peer.said_bye:
+                for by in peer.threads:
+                    if not self._servers_of(by):
+                        self.flights.orphan(by)
 
     def _servers_of(self, by: int) -> list[FetchServer]:
         """Return who is connected and has unpickled something that a thread pickled."""
@@ -535,93 +467,78 @@ class Endpoint:
         return f"Have process{'es' * (len(servers) > 1)} {pids} take it out of the queue, or end: that lets go of it"
 
     def _accept(self) -> None:
-        """Accept some of those who connected, and hang up on other users."""
-        for _ in range(_ACCEPTED):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # no descriptor is left for it: it keeps waiting, and this thread must not spin
-                time.sleep(_SOON)
-                return
-            if peer_credentials(sock).uid != os.geteuid():
-                sock.close()
-                continue
-            server = FetchServer(Channel(sock))
-            self._servers[server.fd] = server
-            self._selector.register(server.fd, selectors.EVENT_READ, server)
+        """Accept one of those who connected, or hang up on another user."""
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # no descriptor is left for it: it keeps waiting, and this thread must not spin
+            time.sleep(_SOON)
+            return
+        if peer_credentials(sock).uid != os.geteuid():
+            sock.close()
+            return
+        server = FetchServer(Channel(sock))
+        self._servers[server.fd] = server
+        self._selector.register(server.fd, selectors.EVENT_READ, server)
 
     def _listen_to(self, server: FetchServer) -> None:
-        """Take one message from a process that uses our arrays."""
-        payload, fds = server.channel.take(timeout=0)
-        if fds:
-            close_fds(fds)
-        request = m.decode_request(payload)
-        if isinstance(request, m.Bye):
-            server.said_bye = True
-            return
-        if 0 < request.by <= self._numbered:
-            server.threads.add(request.by)
-        if isinstance(request, m.Unpickled):
-            self.flights.land(request.memory, request.times, request.by)
-        else:
-            server.asked.append((request, time.monotonic() + FETCH_SECONDS))
+        """Take one message from a process that uses our arrays. Nonsense costs its connection."""
+        server.talk.hear_next(0.0)
+        for request in server.talk.inbox:
+            if isinstance(request, Failure):
+                raise request.error
+            if isinstance(request, m.Bye):
+                server.said_bye = True
+            elif isinstance(request, m.Unpickled):
+                for memory, by in request.arrays:
+                    server.threads.add(min(by, self._numbered))
+                    self.flights.land(memory, by)
+            elif isinstance(request, m.Fetch):
+                server.threads.add(min(request.by, self._numbered))
+                server.asked.append((request, time.monotonic() + FETCH_SECONDS))
+        server.talk.inbox.clear()
 
     def _catch_up(self, server: FetchServer) -> None:
         """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
+        server.talk.send_outbox()
         try:
-            while server.unmaps:
-                some = tuple(itertools.islice(server.unmaps, m.MAX_UNMAPPED))
-                server.channel.send(m.encode(m.Unmap(some)), timeout=0)
-                for _ in some:
-                    server.unmaps.popleft()
             while server.asked:
                 self._answer(server, server.asked[0][0])
                 server.asked.popleft()
         except (WaitTimeoutError, BusyError):
-            if server.asked and server.asked[0][1] < time.monotonic():
+            if server.asked[0][1] < time.monotonic():
                 self._drop(server)
         except PeerGoneError:  # what it said before it went is still to be heard, and ends in an end of file
-            server.unmaps.clear()
             server.asked.clear()
         except (VramError, OSError):
             self._drop(server)
 
     def _answer(self, server: FetchServer, request: m.Fetch) -> None:
-        export = self._lent(request.memory)
-        kept: Pin | Claim | None = None
+        export = self.flights.find(request.memory)
         if export is not None:
             with contextlib.suppress(ClosedError):
                 kept = export.keep()
-        try:
-            part = None if export is None or kept is None else export.part(request.first)
-            if part is None:
-                server.channel.send(m.encode(m.Gone(request.memory)), timeout=0)
-            else:
-                server.channel.send(m.encode(m.Part(part[0])), part[1], timeout=0)
-        finally:
-            if kept is not None:
-                kept.release()
+                try:
+                    if (found := export.part(request.first)) is not None:
+                        server.talk.link.send(m.encode(m.Part(found[0])), found[1], timeout=0)
+                        return
+                finally:
+                    kept.release()
+        server.talk.link.send(m.encode(m.Gone(request.memory)), timeout=0)
 
-    def _drop(self, peer: FetchClient | FetchServer | None) -> None:
+    def _drop(self, peer: FetchClient | FetchServer) -> None:
         """The connection to a peer is over; a peer that is dropped already is not looked at again."""
-        if isinstance(peer, FetchServer):
-            if self._servers.get(peer.fd) is peer:
-                del self._servers[peer.fd]
-                self._selector.unregister(peer.fd)
-                peer.channel.close()
-        elif isinstance(peer, FetchClient):
-            with self._lock:
-                address = next((at for at, known in self._clients.items() if known is peer), None)
-                if address is None:
-                    return
-                del self._clients[address]
-                self._selector.unregister(peer.fd)
-            peer.end()
+        peers: dict[Any, Any] = self._servers if isinstance(peer, FetchServer) else self._clients
+        with self._lock:
+            if peers.get(peer.key) is not peer:
+                return
+            del peers[peer.key]
+            self._selector.unregister(peer.fd)
+        peer.end()
 
     def _retire(self, memory: int) -> None:
-        """A memory that was exported is unmapped here. Reached from finalizers: only leaves a note for the thread."""
-        self._retired.append(memory)
+        """A memory that was exported is unmapped here. Reached from finalizers: only leaves notes for the thread."""
+        for server in list(self._servers.values()):
+            server.talk.outbox.append(("unmap", memory))
         self._poke()
 
     def _poke(self) -> None:
@@ -632,12 +549,14 @@ class Endpoint:
     def _tell_taken(self, timeout: float = 0.0) -> None:
         self._is_to_tell = False  # first: what is taken from here on is told the next time
         for client in list(self._clients.values()):
-            if client.tell(timeout):
-                self._is_to_tell = True
+            client.told = time.monotonic()
+            client.talk.send_outbox(timeout)
+            self._is_to_tell = self._is_to_tell or bool(client.talk.outbox)
 
     def linger(self) -> None:
         """Serve on, in a process that multiprocessing started, until the arrays that it pickled are taken: a pool reads
         results after its workers have ended. The parent's end ends this."""
+        self._tell_taken(1.0)
         parent = parent_process()
         if parent is None:
             return
@@ -648,20 +567,11 @@ class Endpoint:
                     return
                 waiting(wait, [parent.sentinel], _SOON)
 
-    def _take_leave(self, *, is_over: bool = True) -> None:
+    def take_leave(self) -> None:
         """Tell all senders what was taken, and that this process ends of its own accord."""
         self._tell_taken(1.0)
-        for client in list(self._clients.values()) if is_over else ():
+        for client in list(self._clients.values()):
             client.take_leave()
-
-    def _tell_retired(self) -> None:
-        while self._retired:
-            memory = self._retired.popleft()
-            for server in self._servers.values():
-                server.unmaps.append(memory)
-        for handle in list(self._origins):
-            if not handle.is_open:
-                self._origins.pop(handle, None)
 
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -669,19 +579,17 @@ class Endpoint:
         self._stopping = True
         self._poke()
         self._thread.join(5.0)
-        self._take_leave()
+        self.take_leave()
         self.flights.end_all()
-        with self._lock:
-            clients, self._clients = self._clients, {}
-        for client in clients.values():
-            client.end()
+        for client in list(self._clients.values()):
+            self._drop(client)
         self.exports.close()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
         wake, self._wake = self._wake, -1
         for server in self._servers.values():
-            server.channel.close()
+            server.end()
         self._servers = {}
         self._selector.close()
         self._listener.close()
@@ -722,9 +630,8 @@ def shut_down() -> None:
 def end_of_process() -> None:
     """Serve what is still to be taken, as :mod:`multiprocessing` ends this process."""
     if _current is not None:
-        _current._take_leave(is_over=False)
         _current.linger()
-        _current._take_leave()
+        _current.take_leave()
 
 
 def _after_fork_in_child() -> None:

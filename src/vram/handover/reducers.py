@@ -169,9 +169,9 @@ def _rebuild_channel(descriptor: Any) -> ArrayChannel:
     try:
         fd = descriptor.detach()
     except (OSError, EOFError):  # the sender ended first: a channel whose other end is gone says so when it is used
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = ArrayChannel.pair()
         theirs.close()
-        return ArrayChannel(ours)
+        return ours
     try:
         sock = socket.socket(fileno=fd)
     except OSError as error:

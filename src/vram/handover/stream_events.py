@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from .. import driver as drivers
 from ..arrays.streams import stream_synchronize
@@ -29,15 +30,12 @@ def wait_for(entries: Sequence[EventEntry], stream: int | None) -> Iterator[Hand
         except UsageError:  # this very process lends it
             continue
         with event:
-            if stream is None:
-                event.synchronize()
-                continue
-            try:
-                event.wait(stream)
-            except UsageError:  # no stream (any more), which nothing can be ordered after: here then
-                event.synchronize()
-                continue
-            yield event.handle
+            if stream is not None:
+                with suppress(UsageError):  # no stream (any more), which nothing can be ordered after: here then
+                    event.wait(stream)
+                    yield event.handle
+                    continue
+            event.synchronize()
 
 
 class StreamEvents:
@@ -46,12 +44,12 @@ class StreamEvents:
     def __init__(self) -> None:
         self._pools: dict[Location, EventPool] = {}
         self._numbers: dict[Event, int] = {}
-        self._told: set[int] = set()  # numbers that the other end knows
+        self.told: set[int] = set()  # numbers that the other end knows
         self._theirs: dict[int, Event | Location] = {}  # a place, where the other end is in this very process
 
     def record(self, region: Region, stream: int) -> tuple[int, EventEntry | None]:
         """Have an event stand for what is on a stream now; return its number (0: none was to be had, and the stream was
-        waited for), and its entry if the other end has to be told first, after which the caller calls :meth:`told`."""
+        waited for), and its entry if the other end has to be told first, after which the number is put into `told`."""
         driver = region.driver
         if not isinstance(driver, DeviceMemory):
             return 0, None  # memory of the host: what is written is there
@@ -69,12 +67,8 @@ class StreamEvents:
                 stream_synchronize(region, stream)
                 return 0, None
             number = self._numbers.setdefault(event, len(self._numbers) + 1)
-            return number, None if number in self._told else EventEntry(device_name(place), event.export())
+            return number, None if number in self.told else EventEntry(device_name(place), event.export())
         raise wrong or UsageError(f"{stream:#x} is no stream of a GPU that may access the memory")
-
-    def told(self, number: int) -> None:
-        """The other end was told of an event. Not before: whoever could not send it has to try again."""
-        self._told.add(number)
 
     def learn(self, number: int, entry: EventEntry) -> None:
         """Open an event of the other end. Raises ProtocolError if it is none, or its number is known already."""
@@ -99,21 +93,16 @@ class StreamEvents:
             drivers.get(event).synchronize(event)
             return
         if stream is not None:
-            try:
+            with suppress(UsageError):  # no stream (any more): here then
                 event.wait(stream, region.users[0])
-            except UsageError:  # no stream (any more): here then
-                pass
-            else:
                 return
-        pause, gone = _SHORTEST, None
+        pause = _SHORTEST
         while not event.is_done:
-            if gone is not None:  # and it was not done before that either
-                raise gone
             try:
                 check()
-            except PeerGoneError as error:
-                gone = error
-                continue
+            except PeerGoneError:
+                if not event.is_done:  # nor was it before that
+                    raise
             waiting(time.sleep, pause)
             pause = min(2 * pause, _LONGEST)
 
@@ -128,7 +117,7 @@ class StreamEvents:
             pool.close()
         self._pools.clear()
         self._numbers.clear()
-        self._told.clear()
+        self.told.clear()
         for event in self._theirs.values():
             if isinstance(event, Event):
                 event.close()

@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..arrays.hints import StreamLike
 from ..arrays.numpy_on_use import np
 from ..errors import UnsupportedError, UsageError
-from ..lifetime import Owned, let_in, own, shielded, take
+from ..lifetime import Owned, held, let_in, own, shielded
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
 from .places import as_array, check_place, fresh, name_place, ready
@@ -115,7 +115,24 @@ class Transport(Owned, ABC):
         WaitTimeoutError after so many seconds.
         """
 
+    @shielded
+    def close(self, *, strict: bool = False) -> None:
+        """Give everything back, and between processes the exchange. Arrays that were sent and not received are dropped
+        within one process. A copy that another thread has under way ends first, or keeps what it needs.
+
+        Memory of ``cudaMalloc`` or of a pool that was sent, and that the other process still uses a second later, is
+        kept for as long as this process lives, with a ReleaseWarning: the other end can no longer say that it is done.
+        """
+        was_open = self._claim.handle.is_open
+        super().close(strict=strict)
+        if was_open:  # else in a forked child, which owns none of it, and where nobody would ever let go of a lock
+            self._closed()
+
     # -- what differs -------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _closed(self) -> None:
+        """Give back what this end has, once: it was closed just now."""
+
     def _check_memory(self, array: Array) -> None:
         """Raise UsageError if an array's memory does not travel this way."""
 
@@ -145,16 +162,13 @@ class Transport(Owned, ABC):
     def measure(cls, src: Location, dst: Location) -> Estimate:
         """Return what a transfer takes between two places that it is available for; measured at the first call."""
         key, lock = (cls.kind, src, dst), _lock
-        take(lock)  # one at a time: two that measure together would measure each other
-        try:
+        with held(lock):  # one at a time: two that measure together would measure each other
             found = _known.get(key)
             if found is None:
                 with cls._ends(src, dst) as (sender, receiver), fresh(src, (LARGE,), np.dtype("uint8")) as source:
                     with fresh(dst, (LARGE,), np.dtype("uint8")) as target:
                         found = _known[key] = _fit(partial(cls._carry, sender, receiver, source, target))
             return found
-        finally:
-            lock.release()
 
     @staticmethod
     def _carry(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:

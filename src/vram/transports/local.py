@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..arrays.hints import StreamLike
 from ..arrays.views import close_when_unused
 from ..errors import ClosedError, UsageError, WaitTimeoutError
-from ..lifetime import let_in, shielded
+from ..lifetime import let_in
 from ..memory import Region
 from ..memory.allocation import or_else
 from ..memory.foreign import ForeignRegion
@@ -121,13 +121,7 @@ class LocalTransport(Transport):
         """Return when what this transport began is done: what was received is there when `recv` returns."""
         self.handle  # noqa: B018  (the check; there is nothing else to wait for)
 
-    @shielded
-    def close(self, *, strict: bool = False) -> None:
-        """Give everything back; see the contract. Arrays that were sent and not received are dropped."""
-        was_open = self._claim.handle.is_open
-        super().close(strict=strict)
-        if not was_open:  # or in a forked child, where nobody would ever let go of the lock
-            return
+    def _closed(self) -> None:
         with self._there:
             while self._waiting:
                 self._waiting.popleft().close()

@@ -32,7 +32,7 @@ from ..errors import (
 from ..handover.conversation import Conversation, Failure, deadline_in
 from ..handover.exports import Export, refer
 from ..handover.messages import Handle, decode_handle, encode
-from ..lifetime import shielded, take
+from ..lifetime import held, shielded
 from ..memory.allocation import or_else
 from ..memory.foreign import ForeignRegion, way_of
 from ..memory.kinds import BY_MAKER, OWN
@@ -106,9 +106,7 @@ class RemoteTransport(Transport):
         if self.is_closed:
             return False
         with contextlib.suppress(PeerGoneError):
-            if not self._peer:
-                self._listen()
-            return self._is_greeted() and not self._exchange.is_gone()
+            return (bool(self._peer) or self._listen()) and not self._exchange.is_gone()
         return False
 
     # -- what differs -------------------------------------------------------------------------------------------
@@ -174,7 +172,9 @@ class RemoteTransport(Transport):
 
     # -- the contract -------------------------------------------------------------------------------------------
     def _exported(self, array: Array) -> ExportedBuffer:
-        return self._handle_of(array, self._talk.export(array))
+        with held(self._talk.sending):
+            export = self._talk.exports.export(array)
+        return self._handle_of(array, export)
 
     def _known_handle(self, array: Array) -> ExportedBuffer | None:
         export = self._talk.exports.known(array.region)
@@ -185,19 +185,17 @@ class RemoteTransport(Transport):
         self._until(self._is_greeted, self.timeout, "the other end did not greet")
         if said.origin != self._peer:
             raise UsageError("a handle was brought to an end that is not connected with the one that made it")
-        return self._talk.import_(said.part, said.reference, list(handle.fds))
+        self._talk.imports.learn(said.part, list(handle.fds))
+        return self._talk.imports.array(said.reference)
 
     def _post(self, array: Array, stream: StreamLike | None) -> None:
         """Send an array. With a stream its event goes along, and nobody waits."""
         if stream is not None and array.region.users[0].kind == "host":
             ready(array, stream)  # says that there is none
-        take(self._sending)
-        try:
+        with held(self._sending):
             self._listen()
             self._until(self._has_window, self.timeout, "the other end received nothing")
             self._hand_over(array, stream)
-        finally:
-            self._sending.release()
 
     @shielded
     def synchronize(self, *, timeout: float | None = None) -> None:
@@ -208,25 +206,11 @@ class RemoteTransport(Transport):
             lambda: self._talk.received >= self._sent_count, timeout, "the other end has not received everything"
         )
 
-    @shielded
-    def close(self, *, strict: bool = False) -> None:
-        """Give everything back, and the exchange; see the contract.
-
-        Memory of ``cudaMalloc`` or of a pool that was sent, and that the other end still uses a second later, is kept
-        for as long as this process lives, with a ReleaseWarning: the other end can no longer say that it is done.
-        """
-        if not self._claim.handle.is_open:  # or in a forked child, which owns none of it
-            super().close(strict=strict)
-            return
+    def _closed(self) -> None:
         with contextlib.suppress(VramError):
             self._talk.stream_events.synchronize()
-        self._talk.linger()
-        left = self._talk.leave_behind(self)
-        super().close(strict=strict)
-        self._exchange.close()
-        self._talk.close()
-        if left:
-            warnings.warn(left, ReleaseWarning, stacklevel=3)
+        if left := self._talk.end(self, self._exchange.close):
+            warnings.warn(left, ReleaseWarning, stacklevel=4)
 
     # -- this end's memory --------------------------------------------------------------------------------------
     def _handle_of(self, array: Array, export: Export) -> ExportedBuffer:
@@ -263,11 +247,11 @@ class RemoteTransport(Transport):
             self.handle  # noqa: B018  (says that it was this end)
             raise
 
-    def _listen(self) -> None:
-        """Hear what is there already."""
+    def _listen(self) -> bool:
+        """Hear what is there already, and return whether the other end has greeted."""
         with contextlib.suppress(WaitTimeoutError, PeerGoneError):
             self._until(lambda: False, 0, "")
-        self._is_greeted()
+        return self._is_greeted()
 
     def _is_greeted(self) -> bool:
         """Whether the other end's greeting came, which is the first that it says."""
@@ -277,10 +261,16 @@ class RemoteTransport(Transport):
         return bool(self._peer)
 
     def _shown(self, found: object) -> Any:
-        """Return what came. A wrong message is the other end's mistake (S7)."""
-        if isinstance(found, Failure):
-            raise self._why(found.error) from None
-        return self._talk.shown(found)
+        """Return what came. A wrong message is the other end's mistake (S7), unless its memory went with its maker."""
+        if not isinstance(found, Failure):
+            return self._talk.shown(found)
+        if isinstance(found.error, ProtocolError):
+            with contextlib.suppress(WaitTimeoutError):  # the memory goes first, and a moment later the connection does
+                wait_until(lambda: self._exchange.is_gone() or None, _MOMENT, "")
+                raise PeerGoneError(
+                    f"the process that made the memory is gone, and the memory with it: {found.error}"
+                ) from None
+        raise found.error from None
 
     def _greet(self, said: object) -> None:
         if not isinstance(said, list) or len(said) != 3 or not isinstance(said[2], bytes):
@@ -292,15 +282,6 @@ class RemoteTransport(Transport):
                 f"version {VERSION}"
             )
         self._peer = origin
-
-    def _why(self, error: VramError) -> VramError:
-        """Return what was wrong; where memory cannot be opened since its maker is gone, that."""
-        if not isinstance(error, ProtocolError):
-            return error
-        with contextlib.suppress(WaitTimeoutError):  # it goes with its maker, and a moment later the connection does
-            wait_until(lambda: self._exchange.is_gone() or None, _MOMENT, "")
-            return PeerGoneError(f"the process that made the memory is gone, and the memory with it: {error}")
-        return error
 
     def _next(self, wanted: Array | None, deadline: float | None) -> Came:
         """Take what came first, once there is something and it fits into what is wanted."""
@@ -323,7 +304,8 @@ class RemoteTransport(Transport):
         """Tell the other end, as soon as it reads, that one more message was received."""
         if not came.is_told:
             came.is_told = True
-            self._talk.tell_received()
+            self._talk.outbox.append(("received", None))
+            self._talk.send_outbox()
 
     def _put_back(self, came: Came) -> None:
         self._talk.inbox.appendleft(came)
@@ -337,7 +319,7 @@ class RemoteTransport(Transport):
             raise PeerGoneError("the process that made the memory is gone, and its memory with it")
 
     def _imported(self) -> int:
-        return len(self._talk.imports.numbers())
+        return len(self._talk.imports.regions)
 
 
 class VmmTransport(RemoteTransport):

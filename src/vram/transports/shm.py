@@ -27,7 +27,7 @@ from ..arrays.shapes import nbytes_of
 from ..arrays.share import copy
 from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..handover.exports import known_dtype
-from ..lifetime import let_in, noted, own, shielded, take
+from ..lifetime import let_in, noted, own, take
 from ..memory.allocation import or_else
 from ..memory.pinned import pin
 from ..spec import HOST, Location, round_up
@@ -162,7 +162,7 @@ class ShmTransport(RemoteTransport):
         """Return a handle to a copy of an array as it is now, in shared memory of its own."""
         shared = copy(array, device=HOST)
         with or_else(shared.close):
-            return self._handle_of(shared, self._talk.export(shared))
+            return super()._exported(shared)
 
     def _known_handle(self, array: Array) -> ExportedBuffer | None:
         return None  # what is exported is a copy, and of an array that may have changed since there is none
@@ -171,13 +171,8 @@ class ShmTransport(RemoteTransport):
         with super()._brought(handle) as shared:
             return copy(shared, device=self.dst)
 
-    @shielded
-    def close(self, *, strict: bool = False) -> None:
-        """Give everything back, and the exchange; see the contract. A copy that is under way keeps what it needs."""
-        was_open = self._claim.handle.is_open
-        super().close(strict=strict)
-        if not was_open:
-            return
+    def _closed(self) -> None:
+        super()._closed()
         with self._sending, self._copying:  # whoever has one has been told by the exchange that it is closed
             while self._incoming:
                 self._incoming.pop().close()

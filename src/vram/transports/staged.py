@@ -14,7 +14,7 @@ from typing import Any
 from .. import driver as drivers
 from ..arrays import Array
 from ..errors import UsageError
-from ..lifetime import let_in, noted, own, shielded, take
+from ..lifetime import held, let_in, noted, own, shielded
 from ..memory import Region
 from ..memory.allocation import or_else
 from ..memory.pinned import pin
@@ -61,10 +61,8 @@ class StagedTransport(LocalTransport):
         move = source.region.driver.copy if self._ring is None else self._ring.move
         move(array.address, source.address, source.nbytes)
 
-    @shielded
-    def close(self, *, strict: bool = False) -> None:
-        """Give everything back; see the contract. Waits for a copy that another thread has under way."""
-        super().close(strict=strict)
+    def _closed(self) -> None:
+        super()._closed()
         if self._ring is not None:
             self._ring.close()
 
@@ -107,20 +105,13 @@ class PinnedRing:
                 self._drained = [self._event(dst) for _ in range(slots)]
 
     def close(self) -> None:
-        """Unpin the memory and give the rest back. Idempotent."""
-        if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the lock
+        """Unpin the memory and give the rest back, after a copy that another thread has under way."""
+        with held(self._busy):
             self._claim.release()
-            return
-        take(self._busy)
-        try:
-            self._claim.release()
-        finally:
-            self._busy.release()
 
     def move(self, destination: int, source: int, nbytes: int) -> None:
         """Copy, and return when it is done."""
-        take(self._busy)
-        try:
+        with held(self._busy):
             self._claim.handle.check()
             pieces = [(at, min(self._slot, nbytes - at)) for at in range(0, nbytes, self._slot)]
             try:
@@ -135,8 +126,6 @@ class PinnedRing:
                     self._settle()
                 raise
             self._settle()
-        finally:
-            self._busy.release()
 
     def _begin(self, destination: int, source: int, turn: int, pieces: list[tuple[int, int]]) -> None:
         """Fill a buffer, and have the GPU at the destination empty it."""
