@@ -16,14 +16,7 @@ from tests.support.updates import GPU, HERE, OTHER, copied, fill, tear, update_u
 import standin
 import vram
 from vram import driver as drivers
-from vram.errors import (
-    AsleepError,
-    BusyError,
-    DriverError,
-    TornError,
-    UnsupportedError,
-    UsageError,
-)
+from vram.errors import AsleepError, BusyError, DriverError, TornError, UnsupportedError, UsageError
 
 pytestmark = [pytest.mark.usefixtures("kept")]
 

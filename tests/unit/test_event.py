@@ -13,14 +13,7 @@ from tests.support.order import undone_until_waited_for
 import standin
 import vram
 from vram import driver as drivers
-from vram.errors import (
-    ClosedError,
-    DriverError,
-    LeakWarning,
-    OutOfMemoryError,
-    UnsupportedError,
-    UsageError,
-)
+from vram.errors import ClosedError, DriverError, LeakWarning, OutOfMemoryError, UnsupportedError, UsageError
 from vram.memory import Event, EventPool
 from vram.spec import HOST, Location
 

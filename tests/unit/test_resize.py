@@ -24,17 +24,9 @@ from tests.support.threads import race
 import vram
 from vram import driver as drivers
 from vram.driver.host import HostDriver
-from vram.errors import (
-    BusyError,
-    CapacityError,
-    ClosedError,
-    DriverError,
-    OutOfMemoryError,
-    UsageError,
-    VramError,
-)
+from vram.errors import BusyError, CapacityError, ClosedError, DriverError, OutOfMemoryError, UsageError, VramError
 from vram.memory import Region, ahead
-from vram.memory.ahead import Prepared, keep_ready
+from vram.memory.ahead import Prepared, keep_ready, make_ahead
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, AllocationFlags, HandleKind, Location
@@ -217,6 +209,19 @@ def test_arrays_grow_into_what_was_prepared_and_shrink_into_it(arrays: list[vram
     assert "0 B of 0 B" in repr(prepared)
     prepared.close()
     assert vram.memory.trim() == 0
+
+
+def test_memory_made_for_a_growth_is_what_the_growth_maps_or_goes() -> None:
+    with Region.create("host", capacity=8 * G) as region:
+        (made,) = make_ahead(region, 2 * G)
+        region.grow(2 * G)
+        assert region.segments(0, 2 * G)[0][0].identity() == made.identity()
+        made.close()
+        make_ahead(region, 3 * G)
+        with pytest.raises(BusyError, match="is grown already"):
+            region.grow(4 * G)
+        region.grow(4 * G)
+        make_ahead(region, 8 * G)  # goes with the region
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,7 @@ from vram import driver, lifetime
 from vram.arrays import Array, file_copy, weights
 from vram.arrays.dtypes import dtype_name, dtype_of
 from vram.driver.protocol import Driver, HostMemory
-from vram.errors import (
-    MissingFileError,
-    RangeError,
-    ReadOnlyError,
-    UnreadableFileError,
-    UsageError,
-    VramError,
-)
+from vram.errors import MissingFileError, RangeError, ReadOnlyError, UnreadableFileError, UsageError, VramError
 from vram.memory import Region
 from vram.spec import HOST, Access
 

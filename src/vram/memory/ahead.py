@@ -15,18 +15,40 @@ from functools import partial
 from typing import Any
 
 from ..driver.protocol import DeviceMemory, Driver, HostMemory
-from ..errors import CapacityError, UsageError
+from ..errors import CapacityError, DriverError, UsageError
 from ..lifetime import noted, shielded, wait_for
 from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
-from .allocation import acquire, create_memory
+from .allocation import PhysicalAllocation, acquire, create_memory
 from .children import is_inherited, may_be_inherited
-from .chunks import Chunk, Chunks, Kind, Ready, supplies
+from .chunks import Chunk, Chunks, Kind, Ready, is_lack, make_room, supplies
 from .kinds import OWN
 from .long_work import long_work
 
 _changing = threading.RLock()  # for who changes what is in force
 _PATIENCE = 60.0  # seconds to wait for a thread that makes one chunk
+
+
+@shielded
+def make_ahead(region: Any, nbytes: int) -> tuple[PhysicalAllocation, ...]:
+    """Make the memory by which a region grows to so many bytes, and return it; the region's next growth maps it."""
+    rows = region._chunks
+    kind = Kind(rows.where.driver, region.location, region._kinds, region._flags, 0)
+    with region._alone():
+        rows.ahead = [_take_or_make(kind._replace(nbytes=size)) for size in region._growth(nbytes)]
+        return tuple([PhysicalAllocation.of(memory) for memory, _ in rows.ahead])
+
+
+def _take_or_make(kind: Kind) -> Ready:
+    supply = supplies.get(kind)
+    ready: Ready | None = None if supply is None else supply._take()
+    make = partial(create_memory, kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags)
+    try:
+        return make() if ready is None else ready
+    except DriverError as error:
+        if is_lack(error) and make_room(kind.driver, kind.location):
+            return make()
+        raise
 
 
 class Prepared:

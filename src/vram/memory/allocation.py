@@ -34,11 +34,7 @@ def or_else(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def acquire(
-    label: Label,
-    make: Callable[[], _T],
-    back: Callable[[_T], object],
-    *,
-    depends: Iterable[Handle] = (),
+    label: Label, make: Callable[[], _T], back: Callable[[_T], object], *, depends: Iterable[Handle] = ()
 ) -> tuple[Claim, _T]:
     """Make something by one call; return the first claim on it and what the call returned, which `back` takes to undo
     it. The handle is there before the call, and nothing is left if that fails (I4)."""
@@ -63,22 +59,9 @@ class Memory:
     It has no claim on the counted handle: each holder of it makes sure that somebody has a claim."""
 
     __slots__ = (
-        "driver",
-        "driver_handle",
-        "exported",
-        "fabric",
-        "first_mapped",
-        "flags",
-        "handle",
-        "handle_kinds",
-        "homes",
-        "is_lent",
-        "location",
-        "lock",
-        "nbytes",
-        "sealed",
-        "serial",
-    )
+        "driver", "driver_handle", "exported", "fabric", "first_mapped", "flags", "handle", "handle_kinds", "homes",
+        "is_lent", "location", "lock", "nbytes", "sealed", "serial",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -426,11 +409,7 @@ class Received(NamedTuple):
 
 
 def create_memory(
-    driver: Driver,
-    nbytes: int,
-    location: Location,
-    kinds: HandleKind,
-    flags: AllocationFlags = AllocationFlags.NONE,
+    driver: Driver, nbytes: int, location: Location, kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
 ) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
     made = partial(driver.mem_create, nbytes, location, kinds, flags)

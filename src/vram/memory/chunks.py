@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from ..driver.protocol import UNDECIDED, DeviceMemory, Driver, HostMemory
-from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
+from ..errors import BusyError, DriverError, OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
@@ -89,7 +89,9 @@ class Chunks:
     """The chunks of one region, back to back from its first byte; the region's handle keeps them.
     `row` is replaced, never changed, so that it can be read without a lock."""
 
-    __slots__ = ("depends", "handle", "inherited", "location", "populate", "private", "row", "users", "where", "zeros")
+    __slots__ = (
+        "ahead", "depends", "handle", "inherited", "location", "populate", "private", "row", "users", "where", "zeros",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class Chunks:
         self.inherited = inherited
         self.depends = depends
         self.row: tuple[Chunk, ...] = ()
+        self.ahead: list[Ready] = []  # the memory that comes next, if it was made already
         self.zeros: Any = None  # what is mapped behind the row, if anything is: see :class:`~vram.memory.zeros.Zeros`
 
     @property
@@ -130,12 +133,7 @@ class Chunks:
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
     def make(
-        self,
-        sizes: Sequence[int],
-        kinds: HandleKind,
-        access: Access,
-        flags: AllocationFlags,
-        into: Made | None = None,
+        self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags, into: Made | None = None
     ) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (I4). With `into` the caller puts the
         chunks into the row, or into :meth:`give_back`, and releases or puts back the claims on memory from a supply."""
@@ -147,10 +145,13 @@ class Chunks:
             if not self.inherited:
                 put.keywords["inherited"] = False
         taken: list[tuple[Any, Ready]] = []
-        made: list[Ready] = []
+        made, self.ahead = self.ahead, []
+        ahead = [memory.nbytes for memory, _ in made]
         try:
-            pieces: list[Piece] = []
-            for size in sizes:
+            pieces: list[Piece] = [(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made]
+            if ahead and ahead != [*sizes]:
+                raise BusyError(f"{self.handle.label} is grown already, by memory that was made for it before")
+            for size in () if ahead else sizes:
                 supply = supplies.get(Kind(driver, place, kinds, flags, size)) if supplies and self.inherited else None
                 ready = None if supply is None else supply._take()
                 if ready is not None:
@@ -170,7 +171,7 @@ class Chunks:
                 put_back(taken)
                 for _, claim in reversed(made):
                     claim.release()
-            if _is_lack(error) and _make_room(driver, place):
+            if not ahead and is_lack(error) and make_room(driver, place):
                 self.make(sizes, kinds, access, flags, into)
                 return
             raise
@@ -325,12 +326,12 @@ def measure(
     return total, location or Location(driver.name)
 
 
-def _is_lack(error: BaseException) -> bool:
+def is_lack(error: BaseException) -> bool:
     """Whether something was refused since there is no memory left, or no descriptor: what is ready has both."""
     return isinstance(error, OutOfMemoryError) or (isinstance(error, DriverError) and error.name == "EMFILE")
 
 
-def _make_room(driver: Driver, location: Location) -> bool:
+def make_room(driver: Driver, location: Location) -> bool:
     """Give back what is kept ready in a place, so that somebody can have it now; whether there was any."""
     here = [supply for kind, supply in supplies.copy().items() if (kind.driver, kind.location) == (driver, location)]
     return bool(sum([supply._give_way() for supply in here]))
