@@ -6,13 +6,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON
 
 from vram.collectives import messages as m
+from vram.collectives.hub import Hub
 from vram.collectives.spoke import Spoke
-from vram.collectives.votes import _offer_of
+from vram.collectives.votes import _offer_of, close_said
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.sharing.channel import Channel
 
@@ -75,8 +77,8 @@ def test_a_late_rank_hears_of_each_stage_that_failed_and_of_the_one_that_has_not
         for _ in range(3):
             said = m.decode_to_hub(hub.recv(timeout=SOON)[0])
             assert isinstance(said, m.Vote)
-            for one in (m.Came(3, 0, b"c"), m.Came(3, 1, said.data)) if said.stage == 3 else (failed(said.stage),):
-                hub.send(m.encode(one))
+            came = m.Came(3, ((b"c", 0), (said.data, 0)))
+            hub.send(m.encode(came if said.stage == 3 else failed(said.stage)))
 
     with met() as (spoke, hub):
         say(hub, failed(1), failed(2))
@@ -93,8 +95,8 @@ def test_a_late_rank_hears_of_each_stage_that_failed_and_of_the_one_that_has_not
 
 @pytest.mark.parametrize(
     "said",
-    [[m.Came(1, 0, b"x")], [m.Came(1, 2, b"x")], [m.Gone(2, True)]],
-    ids=["a stage that this rank has not come to", "a rank that there is not", "the end of one"],
+    [[m.Came(1, ((b"x", FDS),))], [m.Gone(2, True)]],
+    ids=["a stage that this rank has not come to", "the end of a rank that there is not"],
 )
 def test_what_no_hub_says_ends_the_connection(said: list[object]) -> None:
     with memory() as fds:
@@ -108,22 +110,60 @@ def test_what_no_hub_says_ends_the_connection(said: list[object]) -> None:
         assert count_fds() == before
 
 
-def test_a_second_word_of_a_rank_ends_the_connection() -> None:
+@pytest.mark.parametrize(
+    "came",
+    [
+        [m.Came(1, ((b"x", FDS), (b"y", 0), (b"z", 0)))],
+        [m.Came(1, ((b"x", FDS),)), m.Came(1, ((b"y", FDS), (b"z", 0)))],
+        [m.Came(1, ((b"x", FDS + 1), (b"y", 0)))],
+        [m.Came(1, ((b"x", FDS - 1), (b"y", 1)))],
+    ],
+    ids=["more ranks", "more ranks later", "more descriptors than came", "fewer"],
+)
+def test_a_reply_that_does_not_add_up_ends_the_connection(came: list[m.Came]) -> None:
     def answer() -> None:
         hub.recv(timeout=SOON)  # who it is
         hub.recv(timeout=SOON)  # its vote
-        say(hub, m.Came(1, 0, b"x"), m.Came(1, 0, b"y"), fds=fds)
+        say(hub, *came, fds=fds)
 
     with memory() as fds:
         before = count_fds()
         with met() as (spoke, hub):
             thread = threading.Thread(target=answer)
             thread.start()
-            with pytest.raises(ProtocolError, match="rank 0 came to stage 1"):
+            with pytest.raises(ProtocolError, match="came to stage 1"):
                 spoke.vote(b"mine", (), SOON)
             thread.join(SOON)
             assert not thread.is_alive()
         assert count_fds() == before
+
+
+# -- the hub itself ---------------------------------------------------------------------------------------------------
+def test_a_rank_that_reads_nothing_keeps_nobody_waiting_and_hears_all_of_it(tmp_path: Path) -> None:
+    stages, data = range(1, 21), bytes(m.MAX_DATA)
+    made = Hub(at := str(tmp_path / "hub"), "group", 2)
+    spoke = Spoke(made.channel, "group", 0, 2, lambda: None, made)
+    try:
+        spoke.open()
+        with Channel.connect(at, SOON) as slow, memory() as fds:
+            say(slow, m.Hello(m.PROTOCOL, "group", 1, 2))
+            spoke.form(SOON)
+            for stage in stages:
+                assert say(slow, m.Vote(stage, data), fds=fds)
+                said = spoke.vote(data, fds, SOON)
+                assert [(one, len(theirs)) for one, theirs in said] == [(data, 0), (data, FDS)]
+                close_said(said)
+            heard: list[tuple[int, bytes]] = []
+            while len(heard) < 2 * len(stages):
+                payload, theirs = slow.recv(timeout=SOON)
+                close_said([((), theirs)])
+                match m.decode_from_hub(payload):
+                    case m.Came(stage=stage, votes=votes):
+                        heard += [(stage, one) for one, _ in votes]
+            assert heard == [(stage, data) for stage in stages for _ in range(2)]
+    finally:
+        spoke.close()
+        spoke.join()
 
 
 # -- what it says of memory -------------------------------------------------------------------------------------------

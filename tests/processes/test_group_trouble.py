@@ -145,23 +145,36 @@ def test_an_interrupt_leaves_nothing_of_a_group_i12(at: str, what: str) -> None:
 
 
 # -- growing ----------------------------------------------------------------------------------------------------------
-def test_growth_that_one_rank_cannot_map_is_given_back_on_all(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, extend = 2**20, symmetric.extend_memory
+@pytest.mark.parametrize("whose", ["others", "own"])
+def test_memory_that_one_rank_cannot_map_is_given_back_on_all(
+    at: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 2**20
     fails = threading.local()
 
-    def extend_memory(region: Any, *given: Any) -> None:
-        # Not the first one: some of the others is mapped then.
-        if getattr(fails, "now", False) and fails.seen:
-            raise CapacityError("not here")
-        fails.seen = True
-        extend(region, *given)
+    def failing(where: Any, name: str) -> None:
+        call = getattr(where, name)
 
-    monkeypatch.setattr(symmetric, "extend_memory", extend_memory)
+        def act(*given: Any) -> Any:
+            # Not the first one of the others: some are mapped then. Nor the way back of its own.
+            if getattr(fails, "now", False) and (given[1] == 2 * rows if whose == "own" else fails.seen):
+                raise CapacityError("not here")
+            fails.seen = True
+            return call(*given)
 
-    def work(group: vram.Group) -> str:
+        monkeypatch.setattr(where, name, act)
+
+    for where, name in [(vram.Array, "resize")] if whose == "own" else [
+        (symmetric, "extend_memory"), (symmetric, "map_peer")
+    ]:  # fmt: skip
+        failing(where, name)
+
+    def work(group: vram.Group) -> list[str]:
         with group.symmetric(rows, "int32", device="host", capacity=3 * rows) as buffer:
             fails.now, fails.seen = group.rank == 1, False
-            error = _raised(lambda: buffer.resize(2 * rows))
+            first = _raised(lambda: buffer.resize(2 * rows))
+            fails.seen = False
+            second = _raised(lambda: group.symmetric(2 * rows, "int32", device="host"))
             fails.now = False
             assert buffer.sizes() == dict.fromkeys(buffer.sizes(), 4 * rows)
             assert [peer.shape for peer in buffer.peers] == [(rows,)] * 3
@@ -171,11 +184,11 @@ def test_growth_that_one_rank_cannot_map_is_given_back_on_all(at: str, monkeypat
             for rank, peer in enumerate(buffer.peers):
                 assert (peer.numpy() == np.arange(3 * rows) + rank).all()
             group.barrier()
-        return f"{type(error).__name__}: {error}"
+        return [f"{type(error).__name__}: {error}" for error in (first, second)]
 
     zero, one, two = right(run(3, at, work))
-    assert one == "CapacityError: not here"
-    assert zero == two == "PeerError: rank 1 of the group 'group' could not: CapacityError: not here"
+    assert one == ["CapacityError: not here"] * 2
+    assert zero == two == ["PeerError: rank 1 of the group 'group' could not: CapacityError: not here"] * 2
 
 
 def test_a_buffer_does_not_grow_without_its_group(at: str) -> None:
@@ -263,8 +276,8 @@ def heard(channel: Channel) -> Any:
 
 
 def test_ranks_of_other_versions_are_refused_and_all_hear_it(at: str) -> None:
-    with zero_waits(at) as came, hello(at, messages.Hello(2, "group", 1, 2)) as channel:
-        assert "rank 1 speaks protocol 2" in heard(channel).why
+    with zero_waits(at) as came, hello(at, messages.Hello(0, "group", 1, 2)) as channel:
+        assert "rank 1 speaks protocol 0" in heard(channel).why
     assert isinstance(came[0], UsageError)
     assert "use one version of vram in all ranks" in str(came[0])
 
@@ -274,7 +287,7 @@ def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) ->
     with zero_waits(at) as came:
         channel = Channel.connect(at, SOON)
         with channel, contextlib.suppress(PeerGoneError):
-            channel.send(messages.encode(messages.Hello(1, "group", 1, 2)))
+            channel.send(messages.encode(messages.Hello(messages.PROTOCOL, "group", 1, 2)))
             pytest.fail(f"{heard(channel)} was said to another user")
         monkeypatch.undo()
         with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:

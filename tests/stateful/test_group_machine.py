@@ -34,19 +34,12 @@ def steps(size: int) -> st.SearchStrategy[list[Step]]:
         Step,
         st.sampled_from(
             [
-                "make",
-                "cannot make",
-                "make another",
-                "sum",
-                "sum of another size",
-                "grow",
-                "cannot grow",
-                "barrier",
+                "make", "cannot make", "make another", "sum", "sum of another size", "grow", "cannot grow", "barrier",
                 "leave",
             ]
         ),
         st.integers(0, size - 1),
-    )
+    )  # fmt: skip
     return st.lists(each, min_size=1, max_size=8)
 
 

@@ -70,14 +70,7 @@ def _library(size: int, dtype: str, op: str) -> ctypes.CDLL:
 class Emulated:
     """Some ranks of an element type and operation, and what they launch."""
 
-    def __init__(
-        self,
-        size: int,
-        dtype: str,
-        op: str,
-        *,
-        patience: float = 1e9,
-    ) -> None:
+    def __init__(self, size: int, dtype: str, op: str, *, patience: float = 1e9) -> None:
         self.size, self.dtype, self.op = size, dtype, op
         self.layout = Layout(size)
         self._names = Variant(size, 0, dtype, op, (9, 0)).names()

@@ -55,7 +55,7 @@ def until_here(at: str, size: int, *others: int) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
     with channel:
-        channel.send(messages.encode(messages.Hello(1, "group", size - 1, size)))
+        channel.send(messages.encode(messages.Hello(messages.PROTOCOL, "group", size - 1, size)))
         while True:
             said = messages.decode_from_hub(channel.recv(timeout=SOON)[0])
             assert isinstance(said, messages.Present)

@@ -8,23 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..arrays.create import empty
 from ..arrays.dtypes import dtype_name
-from ..errors import (
-    BusyError,
-    PeerGoneError,
-    UsageError,
-    VramError,
-)
+from ..errors import BusyError, PeerGoneError, UsageError, VramError
 from ..keeper.paths import check_platform
 from ..lifetime import Owned, close_all, own, shielded, take, unwinding
-from ..memory import Region
-from ..sharing.descriptor import MemoryDescriptor
-from ..spec import HOST
 from . import host
-from .hub import Hub
 from .kernels import KINDS, OPS
 from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
 from .on_gpu import Library, OnGpu, is_on_gpu
@@ -33,23 +23,12 @@ from .routes import Routes, read_routes
 from .signals import Signals, make_page
 from .spoke import Spoke, gave_up_error, until
 from .staging import MEET, Staging, about_of
-from .symmetric import SymmetricBuffer, describe_from
-from .votes import (
-    DisagreementError,
-    Offer,
-    agree,
-    close_said,
-    encode,
-    learn,
-    map_peers,
-    pages_of,
-    use_offers,
-)
+from .symmetric import SymmetricBuffer, make_buffer, resize_buffer
+from .votes import DisagreementError, Offer, agree, close_said, encode
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..arrays import Array
     from ..arrays.hints import ArrayLike
 
 _T = TypeVar("_T")
@@ -114,22 +93,9 @@ class Group(Owned):
     """
 
     __slots__ = (
-        "_agree",
-        "_buffers",
-        "_hub",
-        "_lock",
-        "_on_gpu",
-        "_routes",
-        "_share_gpus",
-        "_signals",
-        "_spoke",
-        "_staging",
-        "_wakes",
-        "name",
-        "rank",
-        "size",
-        "timeout",
-    )
+        "_agree", "_buffers", "_lock", "_on_gpu", "_routes", "_share_gpus", "_signals", "_spoke", "_staging", "_wakes",
+        "name", "rank", "size", "timeout",
+    )  # fmt: skip
 
     @shielded
     def __init__(
@@ -152,28 +118,22 @@ class Group(Owned):
         self._buffers = 0
         self._lock = threading.RLock()
         self._on_gpu: OnGpu | None = None
-        self._hub: Hub | None = None
         path, is_chosen = meeting_path(self.name, at)
         signals: list[Signals | OnGpu] = []
         fds: list[int] = []
-        begun: list[Spoke | Hub] = []
+        spoke: Spoke | None = None
         try:
-            if rank:
-                channel = connect(path, is_chosen, deadline, self.name)
-            else:
-                self._hub = hub = make_hub(path, is_chosen, self.name, size)
-                begun.append(hub)
-                hub.open()
-                channel = hub.channel
-            self._spoke = spoke = Spoke(channel, self.name, rank, size, partial(_wake, signals))
-            begun.append(spoke)
+            hub = None if rank else make_hub(path, is_chosen, self.name, size)
+            channel = connect(path, is_chosen, deadline, self.name) if hub is None else hub.channel
+            self._spoke = spoke = Spoke(channel, self.name, rank, size, partial(_wake, signals), hub)
             self._agree = partial(agree, spoke)
             spoke.open()
             spoke.form(until(deadline))
             page = make_page(fds)
             said = spoke.vote(encode(Offer("signals", "")), fds, until(deadline))
             try:
-                self._signals = Signals(rank, size, page, pages_of(said, rank), spoke.gone, self.name)
+                pages = {other: fds[0] for other, (_, fds) in enumerate(said) if other != rank and fds}
+                self._signals = Signals(rank, size, page, pages, spoke.gone, self.name)
                 signals.append(self._signals)
                 self._staging = Staging(rank, size, self.name, self._signals, self._make_staging)
                 self._agree("mapped", "", deadline=deadline)
@@ -183,10 +143,9 @@ class Group(Owned):
             self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
         except BaseException as error:
             with unwinding(error):
-                for part in begun:
-                    part.close()
-                for part in begun:
-                    part.join()
+                if spoke is not None:
+                    spoke.close()
+                    spoke.join()
             raise
         finally:
             close_all(fds)
@@ -406,68 +365,18 @@ class Group(Owned):
         deadline: float,
         call: str = "symmetric",
     ) -> SymmetricBuffer:
-        about, failure, array = "", None, None
-        memory: MemoryDescriptor | None = None
-        fds: list[int] = []
-        regions: dict[int, Region] = {}
-        try:
-            try:
-                array = empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
-                if not array.nbytes:
-                    raise UsageError(f"a symmetric buffer has at least one element, and not the shape {array.shape}")
-                shares = " that ranks share" if self._share_gpus else ""
-                kind = "host" if array.region.location == HOST else f"a GPU{shares}"
-                about = f"{dtype_name(array.dtype)} {list(array.shape)} on {kind}, capacity {list(array.capacity)}"
-                memory, fds = describe_from(array, 0)
-            except VramError as error:
-                failure = error
-            said = self._agree(call, about, failure, memory, fds, deadline=deadline)
-            failure = use_offers(
-                said, partial(map_peers, said, self.rank, cast("Array", array), regions, self._share_gpus)
-            )
-            self._agree("mapped", "", failure, deadline=deadline)
-            number, self._buffers = self._buffers, self._buffers + 1
-            return SymmetricBuffer(
-                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow)
-            )
-        except BaseException as error:
-            with unwinding(error):
-                for region in regions.values():
-                    region.close()
-                if array is not None:
-                    array.close()
-            raise
+        made = make_buffer(
+            self._spoke, call, shape, dtype, device, capacity, chunk, self._share_gpus, self._buffers,
+            weakref.WeakMethod(self._grow), deadline,
+        )  # fmt: skip
+        self._buffers += 1
+        return made
 
     def _make_staging(self, nbytes: int, deadline: float) -> SymmetricBuffer:
         return self._make(nbytes, "uint8", "host", None, None, deadline, "staging")
 
     def _grow(self, buffer: SymmetricBuffer, rows: int) -> None:
-        self._turn(partial(self._grow_to, buffer, rows), None)
-
-    def _grow_to(self, buffer: SymmetricBuffer, rows: int, deadline: float) -> None:
-        array, failure = buffer.array, None
-        before, known, sizes = len(array), len(array.region.layout), buffer.sizes()
-        memory: MemoryDescriptor | None = None
-        fds: list[int] = []
-        try:
-            if rows < before:
-                raise UsageError(f"a symmetric buffer of {before} rows cannot shrink to {rows}: make another")
-            array.resize(rows)
-            memory, fds = describe_from(array, known)
-        except VramError as error:
-            failure = error
-        try:
-            said = self._agree(
-                "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
-            )
-            failure = use_offers(said, partial(learn, said, self.rank, buffer))
-            self._agree("mapped", "", failure, deadline=deadline)
-        except BaseException as error:
-            with unwinding(error):
-                buffer.forget(sizes)
-                array.resize(before)
-            raise
-        buffer._look_again()
+        self._turn(partial(resize_buffer, self._spoke, buffer, rows), None)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     @shielded
@@ -614,12 +523,7 @@ class Group(Owned):
 
     @shielded
     def broadcast(
-        self,
-        buffer: SymmetricBuffer | ArrayLike,
-        root: int = 0,
-        *,
-        stream: object = None,
-        timeout: float | None = None,
+        self, buffer: SymmetricBuffer | ArrayLike, root: int = 0, *, stream: object = None, timeout: float | None = None
     ) -> None:
         """Copy the array of one rank to those of all.
 
@@ -846,8 +750,6 @@ class Group(Owned):
         super().close(strict=strict)
         if self.is_closed:
             self._spoke.join()
-            if self._hub is not None:
-                self._hub.join()
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"without {', '.join(map(str, self.gone))}" if self.gone else "complete"

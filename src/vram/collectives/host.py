@@ -81,10 +81,7 @@ def check_norm(dtype: str, count: int, width: int, epsilon: object) -> float:
 
 
 def normalize(
-    reduced: np.ndarray[Any, Any],
-    residual: np.ndarray[Any, Any],
-    weight: np.ndarray[Any, Any],
-    epsilon: float,
+    reduced: np.ndarray[Any, Any], residual: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], epsilon: float
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Add a residual, and normalize each row by its root mean square; return that and the sum, of one dimension each.
     The sum is rounded before its squares are taken, as by a kernel of its own; the weighted result is rounded once."""

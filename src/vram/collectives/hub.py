@@ -1,8 +1,8 @@
-"""The hub of a group: a thread in the process of rank 0 that all ranks are connected to, rank 0 as well.
+"""The hub of a group: in the process of rank 0, and all ranks are connected to it, rank 0 as well.
 
 It passes on what the ranks say, and decides what is for one to decide: whether a stage of the set-up is done or has
-failed. It decides once, in one thread, and every rank hears the same. Nothing here depends on what the thread of rank 0
-that uses the group is doing.
+failed. It decides once, for one thread at a time, and every rank hears the same. That thread is rank 0's in a vote,
+which then hears without being woken, and otherwise that of its spoke.
 """
 
 from __future__ import annotations
@@ -10,97 +10,77 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import time
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..errors import PeerGoneError, VramError, WaitTimeoutError
+from ..errors import BusyError, PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
-from ..open_files import close_fds
-from ..sharing.channel import Channel, check_free, peer_credentials
+from ..lifetime import waiting
+from ..sharing.channel import MAX_FDS, MAX_MESSAGE, Channel, check_free, peer_credentials
 from . import messages as m
 
-_SEND = 2.0  # seconds after which a rank whose queue is full, and that reads nothing, is taken for one that is gone
-_ROOM = 5  # descriptors that a first vote brings
-_REST = 0.01  # seconds before another try to let somebody in, where there is no descriptor to be had
+_ROOM = 8  # descriptors that a hub and a spoke have, and that a first vote brings
+_REST = 0.01  # seconds before another try, where there is no descriptor to be had, or too many are on their way
+_FRAME = 32  # bytes of a message around a vote, or around all of them: at most
 _STRANGERS = 2 * m.MAX_RANKS  # connections at a time that have not said who they are: all ranks may come at once
+_Message = tuple[bytes, Sequence[int], object]
 
 
 class Hub:
-    """Serves one group at `path`, from the first rank that comes until rank 0 is gone; nobody comes in once all have
-    come. `channel` is the connection of rank 0 itself, whose end is the end of the hub."""
+    """Serves one group at `path` until rank 0 is gone; nobody comes in once all have come. `channel` is the connection
+    of rank 0 itself, whose end is the end of the hub. Raises BusyError or UsageError if somebody listens at the path,
+    or nobody can."""
 
     def __init__(self, path: str, name: str, size: int) -> None:
-        self._path, self._name, self._size = path, name, size
-        self._listener: Listener | None = None
-        self._is_listening = threading.Event()
-        self._failure: BaseException | None = None
-        self._poll = select.poll()
+        self._name, self._size = name, size
+        check_free(_ROOM, "meeting the ranks of a group")
+        self._listener: Listener | None = Listener(path)
         self.channel, self._own = Channel.pair()
         self._strangers: dict[int, Channel] = {self._own.fileno(): self._own}
         self._ranks: dict[int, Channel] = {}
         self._numbers: dict[int, int] = {}  # descriptor of a connection: its rank
         self._pids: dict[int, int] = {}
+        self._owed: dict[int, list[_Message]] = {}  # messages that a rank had no room for, and is to hear yet
         self._votes: dict[int, dict[int, tuple[m.Vote, list[int]]]] = {}  # stage: by rank, until all have voted
         self._done = m.FORMING  # the last stage that all have voted in
         self._failed: dict[int, m.Failed] = {}  # stages after that which never will be done
         self._refused: m.Refused | None = None  # why nobody can be of this group
         self._gone: dict[int, bool] = {}
         self._is_formed = False
-        self._thread = threading.Thread(target=self._serve, name=f"vram group {name} hub", daemon=True)
+        self._ready = select.epoll()
+        for fd in (self._listener.sock.fileno(), self._own.fileno(), self.channel.fileno()):
+            self._ready.register(fd, select.EPOLLIN)
 
-    def open(self) -> None:
-        """Begin to serve. Raises BusyError or UsageError if somebody listens at the path, or nobody can."""
-        self._thread.start()
-        self._is_listening.wait()
-        if self._failure is not None:
-            raise self._failure
+    def fileno(self) -> int:
+        """Lend the descriptor that is ready when there is something to serve, or for rank 0 to hear."""
+        return self._ready.fileno()
+
+    def serve(self, timeout: float) -> None:
+        """Hear who says something in so many seconds, and answer. Interrupts are let in before somebody does."""
+        for fd, events in waiting(self._ready.poll, timeout):
+            if self._listener is not None and fd == self._listener.sock.fileno():
+                self._let_in(self._listener)
+            elif events & select.EPOLLOUT and fd in self._numbers:
+                self._pay(self._numbers[fd])
+            elif fd in self._numbers or fd in self._strangers:
+                self._hear(fd)
 
     def close(self) -> None:
-        """End the connection of rank 0, and with it the hub. Idempotent."""
-        self.channel.close()
-
-    def join(self) -> None:
-        """Wait until it has ended, after :meth:`close`."""
-        if self._thread.ident is not None:  # it has begun
-            self._thread.join()
-
-    # -- the thread -----------------------------------------------------------------------------------------------
-    def _serve(self) -> None:
-        try:
-            check_free(_ROOM, "meeting the ranks of a group")
-            self._listener = listener = Listener(self._path)
-        except BaseException as error:  # noqa: BLE001  (raised by whoever opens it)
-            self._failure = error
-            self._own.close()
-            return
-        finally:
-            self._is_listening.set()
-        self._poll.register(self._own.fileno(), select.POLLIN)
-        self._poll.register(listener.sock.fileno(), select.POLLIN)
-        try:
-            self._hear_all()
-        finally:
-            self._stop_listening()
-            for channel in (*self._ranks.values(), *self._strangers.values()):
-                channel.close()
-
-    def _hear_all(self) -> None:
-        """Hear who says something, until nobody is left to."""
-        while 0 not in self._gone and (self._ranks or self._strangers):
-            for fd, _ in self._poll.poll():
-                if self._listener is not None and fd == self._listener.sock.fileno():
-                    self._let_in(self._listener)
-                elif fd in self._numbers:
-                    self._hear(fd)
-                elif fd in self._strangers:
-                    self._greet(fd)
+        """End all connections, once what rank 0 said last is passed on: that it leaves. Idempotent."""
+        self.channel.hang_up()
+        while 0 not in self._gone:
+            self._hear(self._own.fileno())
+        self._stop_listening()
+        for channel in (*self._ranks.values(), *self._strangers.values()):
+            channel.close()
+        self._ready.close()
 
     def _stop_listening(self) -> None:
         listener, self._listener = self._listener, None
         if listener is not None:
-            self._poll.unregister(listener.sock.fileno())
+            self._ready.unregister(listener.sock.fileno())
             listener.unlink()
             listener.sock.close()
 
@@ -117,24 +97,36 @@ class Hub:
         channel = Channel(sock)
         channel.only_memory = True
         self._strangers[channel.fileno()] = channel
-        self._poll.register(channel.fileno(), select.POLLIN)
+        self._ready.register(channel.fileno(), select.EPOLLIN)
 
-    def _greet(self, fd: int) -> None:
-        channel = self._strangers[fd]
+    def _hear(self, fd: int) -> None:
+        rank = self._numbers.get(fd)
+        channel = self._strangers[fd] if rank is None else self._ranks[rank]
         try:
             payload, fds = channel.take(timeout=0)
-            close_fds(fds)
             said = m.decode_to_hub(payload)
-            if not isinstance(said, m.Hello):
-                raise msgspec.ValidationError("no greeting")
+            if rank is None and isinstance(said, m.Hello):
+                del self._strangers[fd]
+                self._greet(fd, channel, said)
+            elif rank is not None and isinstance(said, m.Vote):
+                self._take_vote(rank, said, fds)
+            elif rank is not None and isinstance(said, m.Abandon):
+                self._give_up(rank, said.stage)
+            elif rank is not None and isinstance(said, m.Leave):
+                self._lose(rank, left=True)
+            else:
+                raise msgspec.ValidationError("a second greeting, or none")
         except WaitTimeoutError:  # what could be read was of a connection that had this number a moment ago
-            return
+            pass
         except (VramError, msgspec.MsgspecError):
-            del self._strangers[fd]
-            self._drop(fd, channel)
-            self._note_own_end(channel)
-            return
-        del self._strangers[fd]
+            if rank is None:
+                del self._strangers[fd]
+                self._drop(fd, channel)
+                self._note_own_end(channel)
+            else:
+                self._lose(rank, left=False)
+
+    def _greet(self, fd: int, channel: Channel, said: m.Hello) -> None:
         failed = self._failed.get(m.FORMING) or self._refused
         if failed is not None:
             self._refuse(fd, channel, failed)  # it comes late: it is told what the others were
@@ -186,30 +178,6 @@ class Hub:
             self._gone[0] = False
             self._say_all(m.Gone(0, False))
 
-    def _hear(self, fd: int) -> None:
-        rank = self._numbers[fd]
-        channel = self._ranks[rank]
-        try:
-            payload, fds = channel.take(timeout=0)
-        except WaitTimeoutError:  # as in `_greet`
-            return
-        except VramError:
-            self._lose(rank, left=False)
-            return
-        try:
-            said = m.decode_to_hub(payload)
-            match said:
-                case m.Vote():
-                    self._take_vote(rank, said, fds)
-                case m.Abandon():
-                    self._give_up(rank, said.stage)
-                case m.Leave():
-                    self._lose(rank, left=True)
-                case _:
-                    raise msgspec.ValidationError("a second greeting")
-        except msgspec.MsgspecError:
-            self._lose(rank, left=False)
-
     def _take_vote(self, rank: int, vote: m.Vote, fds: list[int]) -> None:
         """Keep a vote, and pass all of its stage on with the last one. Descriptors close with the list they are in."""
         failed = self._failed.get(vote.stage)
@@ -227,12 +195,13 @@ class Hub:
         del self._votes[vote.stage]
         self._done = vote.stage  # every rank has come by all those before it
         self._failed = {stage: failed for stage, failed in self._failed.items() if stage > vote.stage}
-        came = [(by, m.encode(m.Came(vote.stage, by, said.data)), lent) for by, (said, lent) in votes.items()]
-        # Rank 0 last: the thread that hears for it is of this process, and once it is awake it has its turn at the
-        # interpreter before the others are told.
-        for other in sorted(self._ranks, reverse=True):
-            for by, payload, lent in came:
-                self._send(other, payload, () if other == by else lent)
+        replies = [
+            (ranks, m.encode(m.Came(vote.stage, tuple((votes[by][0].data, len(votes[by][1])) for by in ranks))))
+            for ranks in _parts(votes)
+        ]
+        for other in sorted(self._ranks, reverse=True):  # rank 0 last: it is here
+            for ranks, payload in replies:
+                self._send(other, payload, [fd for by in ranks if by != other for fd in votes[by][1]], votes)
 
     def _give_up(self, rank: int, stage: int) -> None:
         """One waits no longer. Where all had voted it has heard so by now; else nobody is to find it done."""
@@ -253,6 +222,7 @@ class Hub:
             return
         fd = next(fd for fd, number in self._numbers.items() if number == rank)
         del self._numbers[fd]
+        self._owed.pop(rank, None)
         self._drop(fd, channel)
         if self._is_formed or rank == 0:
             self._gone[rank] = left
@@ -262,7 +232,7 @@ class Hub:
             self._say_all(m.Present(tuple(sorted(self._ranks))))
 
     def _drop(self, fd: int, channel: Channel) -> None:
-        self._poll.unregister(fd)
+        self._ready.unregister(fd)
         channel.close()
 
     def _say_all(self, message: object) -> None:
@@ -270,13 +240,40 @@ class Hub:
         for rank in list(self._ranks):
             self._send(rank, payload)
 
-    def _send(self, rank: int, payload: bytes, fds: list[int] | tuple[()] = ()) -> None:
-        channel = self._ranks.get(rank)
-        if channel is None:
-            return  # lost while others were told
+    def _send(self, rank: int, payload: bytes, fds: Sequence[int] = (), keeps: object = None) -> None:
+        """Tell a rank something, with descriptors that something keeps open."""
+        if rank in self._ranks:  # and was not lost while others were told
+            owed = self._owed.setdefault(rank, [])
+            owed.append((payload, fds, keeps))
+            if len(owed) == 1:
+                self._pay(rank)
+
+    def _pay(self, rank: int) -> None:
+        """Send messages that a rank is to hear yet, as far as it has room for them, and the others when it has."""
+        channel, owed = self._ranks[rank], self._owed[rank]
+        count = len(owed)
         try:
-            channel.send(payload, fds, timeout=_SEND)
+            while owed:
+                channel.send(owed[0][0], owed[0][1], timeout=0)
+                del owed[0]
+        except (BusyError, WaitTimeoutError) as error:
+            time.sleep(_REST if isinstance(error, BusyError) else 0)
         except PeerGoneError:  # what it has said before, that it leaves above all, is read before the end
-            pass
+            owed.clear()
         except VramError:
             self._lose(rank, left=False)
+        if rank in self._ranks and (count > 1 or owed):
+            self._ready.modify(channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if owed else 0))
+
+
+def _parts(votes: Mapping[int, tuple[m.Vote, list[int]]]) -> list[list[int]]:
+    """Return which ranks' votes go into one message, in their order."""
+    parts: list[list[int]] = []
+    nbytes, count = MAX_MESSAGE, 0
+    for rank, (vote, fds) in sorted(votes.items()):
+        nbytes, count = nbytes + len(vote.data) + _FRAME, count + len(fds)
+        if nbytes > MAX_MESSAGE - _FRAME or count > MAX_FDS:
+            parts.append([])
+            nbytes, count = len(vote.data) + _FRAME, len(fds)
+        parts[-1].append(rank)
+    return parts

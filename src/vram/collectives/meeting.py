@@ -10,7 +10,7 @@ from functools import partial
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..keeper.paths import absolute, check_server, default_path, prepare_directory
 from ..lifetime import waiting
-from ..sharing.channel import Channel, check_path
+from ..sharing.channel import Channel, check_free, check_path
 from ..spec import check_timeout
 from .hub import Hub
 from .messages import MAX_RANKS
@@ -103,7 +103,7 @@ def meeting_path(name: str, at: str | os.PathLike[str] | None) -> tuple[str, boo
 
 
 def make_hub(path: str, is_chosen: bool, name: str, size: int) -> Hub:
-    """Return the hub of a group, for rank 0, which has not begun to serve."""
+    """Return the hub of a group, for rank 0."""
     prepare_directory(path, is_chosen)
     return Hub(path, name, size)
 
@@ -111,6 +111,7 @@ def make_hub(path: str, is_chosen: bool, name: str, size: int) -> Hub:
 def connect(path: str, is_chosen: bool, deadline: float, name: str) -> Channel:
     """Connect to the hub, which may have yet to begin, until the deadline (``time.monotonic``).
     Raises WaitTimeoutError, or AccessDeniedError if an untrusted user listens there."""
+    check_free(8, "meeting the ranks of a group")
     while True:
         try:
             return Channel.connect(path, until(deadline), partial(check_server, path, is_chosen))

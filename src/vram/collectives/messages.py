@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_RANKS = 64
 MAX_DATA = 32 * 1024  # bytes of what one rank says in one vote
 FORMING = 0  # the stage before the first vote: all ranks have come
@@ -57,11 +57,11 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
 
 class Came(Struct, frozen=True, array_like=True, tag="came"):
-    """To all, once all have voted in a stage: the vote of one of them."""
+    """To all, once all have voted in a stage: the votes, by rank, in as few messages as they fit into. Each is said
+    with the number of its descriptors, which come with it, but for those of the rank itself."""
 
-    stage: Stage
-    rank: Rank
-    data: Data
+    stage: Annotated[int, Meta(gt=FORMING, le=2**62)]
+    votes: Annotated[tuple[tuple[Data, Annotated[int, Meta(ge=0)]], ...], Meta(max_length=MAX_RANKS)]
 
 
 class Abandon(Struct, frozen=True, array_like=True, tag="abandon"):

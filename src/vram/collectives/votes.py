@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..arrays import Array
 from ..errors import PeerError, ProtocolError, UsageError, VramError
-from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import MemoryDescriptor
 from .captured import SharedArray
 from .spoke import Said, Spoke, until
-from .symmetric import SymmetricBuffer, check_gpus, map_peer
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -44,11 +41,13 @@ def agree(
     arrays: Sequence[SharedArray] = (),
     *,
     deadline: float,
+    meanwhile: Callable[[], object] | None = None,
 ) -> list[tuple[Offer, list[int]]]:
-    """Vote; return what all ranks said if they called the same and none has failed. The caller closes the offers."""
+    """Vote; return what all ranks said if they called the same and none has failed. The caller closes the offers.
+    `meanwhile` is called while the vote is on its way."""
     why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
     offer = Offer(call, about, why, memory, tuple(arrays))
-    said = spoke.vote(encode(offer), fds, until(deadline))
+    said = spoke.vote(encode(offer), fds, until(deadline), meanwhile)
     try:
         offers = [_offer_of(rank, one) for rank, one in enumerate(said)]
         if failure is not None:
@@ -58,29 +57,6 @@ def agree(
         close_said(said)
         raise
     return [(offer, fds) for offer, (_, fds) in zip(offers, said, strict=True)]
-
-
-def pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
-    """Return the descriptor of each other rank's page."""
-    return {rank: fds[0] for rank, (_, fds) in enumerate(said) if rank != own_rank and fds}
-
-
-def map_peers(
-    said: Sequence[tuple[Offer, list[int]]], own_rank: int, array: Array, regions: dict[int, Region], share_gpus: bool
-) -> None:
-    """Map the memory of all other ranks; what is mapped already is in the dict when this fails."""
-    if not share_gpus:
-        check_gpus([_memory_of(offer, rank).device for rank, (offer, _) in enumerate(said)])
-    for rank, (offer, fds) in enumerate(said):
-        if rank != own_rank:
-            regions[rank] = map_peer(_memory_of(offer, rank), fds, array, own_rank, rank)
-
-
-def learn(said: Sequence[tuple[Offer, list[int]]], own_rank: int, buffer: SymmetricBuffer) -> None:
-    """Learn what the memory of all other ranks has more."""
-    for rank, (offer, fds) in enumerate(said):
-        if rank != own_rank:
-            buffer.learn(rank, _memory_of(offer, rank).segments, fds)
 
 
 def _check_offers(offers: Sequence[Offer], own_rank: int, name: str) -> None:
@@ -119,10 +95,3 @@ def _offer_of(rank: int, said: Said) -> Offer:
         return _decode(said[0])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"rank {rank} says what no rank of a group does: {error}") from None
-
-
-def _memory_of(offer: Offer, rank: int) -> MemoryDescriptor:
-    if offer.memory is None:
-        raise ProtocolError(f"rank {rank} said nothing of the memory that it made")
-    offer.memory.check()
-    return offer.memory
