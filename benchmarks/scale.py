@@ -28,7 +28,8 @@ def on_host(quick: bool) -> Result:
     with contextlib.ExitStack() as stage:
         few, crowded, full = (stage.enter_context(own_keeper()) for _ in range(3))
         # Both sides of every connection, and every entry, is a descriptor of some process.
-        room = vram.statistics(keeper=full).max_descriptors or entries + 1
+        limits = {limit.name: limit.most for limit in vram.statistics(keeper=full).limits}
+        room = limits["descriptors"] or entries + 1
         readers, entries = _fewer(readers, hard // 3, "readers", notes), _fewer(entries, room - 1, "entries", notes)
         for keeper in (few, crowded, full):
             with vram.zeros(2 << 20, "uint8", device="host") as array:

@@ -237,8 +237,8 @@ def test_a_next_keeper_that_may_have_too_few_descriptors_is_refused(place: str) 
 # -- limits -----------------------------------------------------------------------------------------------------------
 def limits_of(path: str) -> tuple[int | None, int | None]:
     with KeeperClient.connect(path) as connection:
-        found = connection.statistics()
-        return found.max_bytes, found.max_entries
+        most = {limit.name: limit.most for limit in connection.statistics().limits}
+        return most["bytes"], most["entries"]
 
 
 def pid_of(path: str) -> int:

@@ -20,7 +20,7 @@ HOLDER = HolderInfo(1, None, 5, "me", "r", 1.0, EVIL, 1, 9, EVIL)
 VERSION = VersionInfo(1, 5, True, False, 9, (9,), ("host",), 1, 1.0, None, None, "me", META, (HOLDER,), False, EVIL)
 ARRAY = ArrayInfo(EVIL, EVIL, (1,), 9)
 ENTRY = EntryInfo(EVIL, 1, 5, 9, 1, False, 1, 0, 1.0, None, META, (VERSION,), (ARRAY,))
-HELD = StatisticsInfo(1, 1.0, 1, 1, 1, 1, 0, 9, 1, None, None, None, 0, (LimitInfo("bytes", 9, None, 8, "--x"),))
+HELD = StatisticsInfo(1, 1.0, 1, 1, 1, 1, 0, 9, 1, 0, (LimitInfo("bytes", 9, None, 8, "--x"),))
 
 
 def all_tables(times: int) -> list[Table]:

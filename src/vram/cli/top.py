@@ -155,7 +155,8 @@ class Screen:
         if not self.trouble:
             about = f"{held.keeper_version}, pid {held.pid}, up {format_age(held.uptime)}, {printable(self.path)}"
             title.append(about, "not bold dim")
-        limit = "" if held.max_bytes is None else f" of {format_size(held.max_bytes)}"
+        most = next((one.most for one in held.limits if one.name == "bytes"), None)
+        limit = "" if most is None else f" of {format_size(most)}"
         memory = f"{format_size(held.nbytes)}{limit}"
         devices = sorted(self._done[1].devices, key=lambda row: -row.nbytes)[:4]
         users = sorted(self._done[1].users, key=lambda row: -row.nbytes)[:4]

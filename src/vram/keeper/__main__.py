@@ -21,7 +21,7 @@ from .bind import group_id
 from .limits import OPTIONS, Quotas, parse_limit
 from .rules import IDLE
 from .server import ENDING, LEAST, KeeperServer, most_handles
-from .service_manager import ServiceManager, is_same_service, leave_to_children
+from .service_manager import ServiceManager, is_same_service
 
 if TYPE_CHECKING:
     from .guarded import Guard
@@ -114,11 +114,7 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
     # Not of a program that has a keeper of its own: what is said there is of that program. But a restart in the
     # background is what `systemctl reload` starts.
     is_the_service = not is_started or (given.takeover and given.parent_fd < 0)
-    manager = ServiceManager.found() if is_the_service else ServiceManager(None)
-
-    def beat() -> None:
-        manager.tell(WATCHDOG=1)
-        server.loop.call_later(manager.interval, beat)
+    manager = ServiceManager(os.environ.get("NOTIFY_SOCKET") if is_the_service else None)
 
     def about_to_restart(pid: int) -> None:
         if manager and not is_same_service(pid):  # it would take this process for dead, and start another keeper
@@ -147,8 +143,6 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
         event_log.say("vram.keeper.ready", fields={**this, "vram.keeper.socket": server.path})
         manager.tell(**state)
-        if manager.interval:
-            beat()
         if is_started:
             _tell_starter(given, lines, None if guard is None else guard.link.command)
         else:
@@ -214,7 +208,6 @@ def _hold(given: argparse.Namespace, options: list[str]) -> NoReturn:
         for end in ends:
             os.set_inheritable(end.fileno(), True)
         giver = ["--from", *(str(end.detach()) for end in ends)]
-    leave_to_children()
     command = [*guardian_command(), *giver, *PROGRAM, *options]
     sys.stdout.flush()
     os.execv(command[0], command)

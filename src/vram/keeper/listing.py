@@ -181,9 +181,6 @@ def statistics(
         waiting=catalogue.waiting.count,
         nbytes=nbytes,
         descriptors=total.handles,
-        max_bytes=quotas.max_bytes,
-        max_entries=quotas.max_entries,
-        max_descriptors=quotas.max_descriptors,
         limits=tuple(
             LimitInfo(
                 name, number, getattr(quotas, f"max_{name}"), getattr(quotas, f"user_{name}"),

@@ -24,8 +24,9 @@ from ..programs import above_standard, python
 from ..sharing.channel import MAX_PATH
 from ..spec import parse_size
 from .client import close_client
+from .limits import parse_limit
 from .paths import ENVIRONMENT, PRIVATE, check_platform, make_directory
-from .rules import START, check_entries
+from .rules import START
 
 if TYPE_CHECKING:
     from typing import Self
@@ -143,7 +144,8 @@ def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | Non
     if max_bytes is not None:
         options += ["--max-bytes", str(parse_size(max_bytes, what="max_bytes"))]
     if max_entries is not None:
-        options += ["--max-entries", str(check_entries(max_entries))]
+        parse_limit(str(max_entries), "--max-entries")
+        options += ["--max-entries", str(max_entries)]
     process = KeeperProcess.private(options)
     keeper = Keeper(process.path)
     keeper._process = Owned()

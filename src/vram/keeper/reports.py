@@ -275,9 +275,6 @@ class StatisticsInfo(Struct, frozen=True):
     waiting: int
     nbytes: int
     descriptors: int
-    max_bytes: int | None
-    max_entries: int | None
-    max_descriptors: int | None
     stuck: int = 0
     limits: tuple[LimitInfo, ...] = ()
     keeper_version: str = ""

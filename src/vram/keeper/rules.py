@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping
 
@@ -110,17 +109,6 @@ def check_ttl(ttl: float | None) -> float | None:
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl <= MAX_TTL:
         raise UsageError(f"ttl {ttl!r} is not a time to live: seconds above 0 and at most {MAX_TTL:.0f}, or None")
     return float(ttl)
-
-
-def check_entries(count: int) -> int:
-    """Return a ceiling for the number of entries as an int, if it is one that a keeper takes."""
-    try:
-        number = -1 if isinstance(count, bool) else operator.index(count)
-    except TypeError:
-        number = -1
-    if not 0 <= number < 10**18:
-        raise UsageError(f"max_entries {count!r:.40} is not a number of entries: 0 or more, or None for no ceiling")
-    return number
 
 
 def clip_label(label: str) -> str:

@@ -92,7 +92,7 @@ class KeeperServer:
         self.max_handles = most_handles(limit)
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
-        self.catalogue = Catalogue(keeper_uid=os.geteuid(), nobody=_overflow_uid())
+        self.catalogue = Catalogue(keeper_uid=os.geteuid())
         self.limit(quotas or Quotas())
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
@@ -107,7 +107,6 @@ class KeeperServer:
         self._watched: dict[Connection, None] = {}
         self._look_at = float("inf")  # when those are looked at next
         self._timer: asyncio.TimerHandle | None = None
-        self._spare_fd = -1
 
     # -- from start to end ----------------------------------------------------------------------------------------
     def listen(self) -> None:
@@ -201,8 +200,6 @@ class KeeperServer:
             for held in [*(version.token for version in self.catalogue.versions.values()), *pages]:
                 held.drop()
         self.listener.sock.close()
-        if self._spare_fd >= 0:
-            os.close(self._spare_fd)
         self.loop.close()
         self.closer.shutdown()
 
@@ -248,7 +245,8 @@ class KeeperServer:
             sock, _ = self.listener.sock.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._refuse_without_descriptors()
+                self.loop.remove_reader(self.listener.sock)
+                self.loop.call_later(_TRY_AGAIN, self._accepting)
             elif error.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS):
                 raise
             return
@@ -261,27 +259,8 @@ class KeeperServer:
         connection.resume()
 
     def _accepting(self) -> None:
-        """Accept connections, with a descriptor kept back for when there is no other."""
-        if self.paused:  # a timer of before
-            return
-        if self._spare_fd < 0:
-            with contextlib.suppress(OSError):
-                self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        self.loop.add_reader(self.listener.sock, self._accept)
-
-    def _refuse_without_descriptors(self) -> None:
-        """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
-        if self._spare_fd < 0:  # the last refusal used it, and there was none to be had since
-            self.loop.remove_reader(self.listener.sock)
-            self.loop.call_later(_TRY_AGAIN, self._accepting)
-            return
-        os.close(self._spare_fd)
-        self._spare_fd = -1
-        with contextlib.suppress(OSError):
-            sock, _ = self.listener.sock.accept()
-            why = "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)"
-            self._refuse(sock, QuotaError(why))
-        self._accepting()
+        if not self.paused:  # a timer of before
+            self.loop.add_reader(self.listener.sock, self._accept)
 
     def _refuse(self, sock: socket.socket, why: QuotaError) -> None:
         event_log.say("vram.client.refused", logging.WARNING, peer_credentials(sock), why)
@@ -407,14 +386,6 @@ def _raise_limit() -> int:
         except (OSError, ValueError):
             return soft
     return wanted
-
-
-def _overflow_uid() -> int:
-    try:
-        with open("/proc/sys/kernel/overflowuid", "rb") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 65_534
 
 
 def _ending() -> tuple[signal.Signals, ...]:

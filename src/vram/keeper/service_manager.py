@@ -5,34 +5,17 @@ It is a stable interface of a few environment variables and a datagram: no libra
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 
-_DIGITS = 20  # of a number of microseconds, at most
-_SHORTEST = 20_000  # microseconds between signs of life that anybody means
-
 
 class ServiceManager:
-    """The service manager that hears how this process is; `address` is ``NOTIFY_SOCKET`` (None: there is none).
-    `watchdog` is ``WATCHDOG_USEC``, in microseconds, or 0; `interval` is the seconds between two signs of life, half of
-    what the manager waits for, or 0 if it waits for none."""
+    """The service manager that hears how this process is; `address` is ``NOTIFY_SOCKET`` (None: there is none)."""
 
-    def __init__(self, address: str | None, watchdog: int = 0) -> None:
+    def __init__(self, address: str | None) -> None:
         self._address = None
         if address and address[0] in "/@":  # what else it may be (vsock) has no place for a keeper
             self._address = "\0" + address[1:] if address[0] == "@" else address
-        self.interval = watchdog / 2_000_000 if self._address else 0.0
-
-    @classmethod
-    def found(cls) -> ServiceManager:
-        """Return the manager that the environment names. Its variables stay, for the next keeper."""
-        text = os.environ.get("WATCHDOG_USEC", "")
-        meant = os.environ.get("WATCHDOG_PID") in (None, str(os.getpid()))
-        address = os.environ.get("NOTIFY_SOCKET")
-        if not meant or not text.isascii() or not text.isdecimal() or len(text) > _DIGITS:
-            return cls(address)
-        return cls(address, max(int(text), _SHORTEST) if int(text) else 0)
 
     def __bool__(self) -> bool:
         return self._address is not None
@@ -52,12 +35,6 @@ class ServiceManager:
     def reloading(self) -> None:
         """Say that a restart begins; ``READY=1`` follows from the next keeper."""
         self.tell(RELOADING=1, MONOTONIC_USEC=time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000)
-
-
-def leave_to_children() -> None:
-    """Have a process that this one starts give the signs of life that are expected of this one."""
-    if os.environ.get("WATCHDOG_PID") == str(os.getpid()):
-        del os.environ["WATCHDOG_PID"]
 
 
 def is_same_service(pid: int | None) -> bool:
