@@ -11,7 +11,6 @@ from .house import ROOT
 LONG = {
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",
-    "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 
 # Modules that import each other, by the room, and why. There are none.

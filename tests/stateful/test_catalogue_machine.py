@@ -262,7 +262,7 @@ def same(real: list[Effect], expected: list[Any]) -> None:
 class CatalogueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
+        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER)
         self.model = Model()
         self.now = 0.0
         self.tokens = 0
@@ -576,7 +576,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             self.rows.write_all(self.real)
         else:
             self.rows.write(self.real)
-        self.real = self.rows.restore(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
+        self.real = self.rows.restore(QUOTAS, keeper_uid=KEEPER)
 
     # -- always -------------------------------------------------------------------------------------------------
     @invariant()

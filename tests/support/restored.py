@@ -41,4 +41,4 @@ def restored(books: Catalogue) -> Catalogue:
     rows = Rows()
     rows.write_all(books)
     accounts = books.accounts
-    return rows.restore(accounts.quotas, keeper_uid=accounts.keeper_uid, nobody=books.nobody)
+    return rows.restore(accounts.quotas, keeper_uid=accounts.keeper_uid)

@@ -35,7 +35,7 @@ from vram.keeper.rules import MAX_META, MAX_NAME, check_meta, check_version
 
 @pytest.fixture
 def books() -> Catalogue:
-    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+    return Catalogue(keeper_uid=KEEPER)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def used(books: Catalogue, uid: int) -> tuple[int, int, int]:
 
 
 def test_a_reader_of_old_versions_uses_up_its_own_ceiling_and_not_their_owners() -> None:
-    books = Catalogue(Quotas(user_bytes=250), keeper_uid=KEEPER, nobody=NOBODY)
+    books = Catalogue(Quotas(user_bytes=250), keeper_uid=KEEPER)
     ann, bob, own = (books.connect(uid) for uid in (ANN, BOB, KEEPER))
     publish(books, ann, "other")
     for number in range(1, 4):
@@ -192,7 +192,7 @@ def test_a_reader_of_old_versions_uses_up_its_own_ceiling_and_not_their_owners()
 
 
 def test_who_waits_past_its_ceiling_is_refused_when_its_turn_comes() -> None:
-    books = Catalogue(Quotas(user_descriptors=5), keeper_uid=KEEPER, nobody=NOBODY)
+    books = Catalogue(Quotas(user_descriptors=5), keeper_uid=KEEPER)
     own, bob = books.connect(KEEPER), books.connect(BOB)
     publish(books, own, handles=6)
     lease(books, bob)
@@ -205,7 +205,7 @@ def test_who_waits_past_its_ceiling_is_refused_when_its_turn_comes() -> None:
 
 
 def test_a_replacement_is_measured_by_what_stays_with_its_owner() -> None:
-    books = Catalogue(Quotas(user_bytes=100), keeper_uid=KEEPER, nobody=NOBODY)
+    books = Catalogue(Quotas(user_bytes=100), keeper_uid=KEEPER)
     ann, bob = books.connect(ANN), books.connect(BOB)
     publish(books, ann)
     held = lease(books, bob)
@@ -630,7 +630,7 @@ def test_what_processes_call_themselves_is_cut_to_what_may_be_shown(books: Catal
 
 
 def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:
-    books = Catalogue(Quotas(max_bytes=100), keeper_uid=KEEPER, nobody=NOBODY)
+    books = Catalogue(Quotas(max_bytes=100), keeper_uid=KEEPER)
     ann, own = books.connect(ANN), books.connect(KEEPER)
     publish(books, ann, "full")
     with pytest.raises(QuotaError):

@@ -14,7 +14,7 @@ from vram.keeper.records import Lease, Session, Version
 
 @pytest.fixture
 def books() -> Catalogue:
-    return Catalogue(keeper_uid=1000, nobody=65_534)
+    return Catalogue(keeper_uid=1000)
 
 
 @pytest.fixture

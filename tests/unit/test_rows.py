@@ -25,7 +25,7 @@ KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 @pytest.fixture
 def books() -> Catalogue:
     """Everything that can be under way, no two fields of a record alike where that can be."""
-    books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+    books = Catalogue(keeper_uid=KEEPER)
     ann, bob = books.connect(ANN, 11, "ann", "box"), books.connect(BOB, 12, "bob", "tub")
 
     def publish(name: str, token: str, now: float, **options: object) -> None:

@@ -23,7 +23,7 @@ The states of a version
   its quota gets no new lease until it releases one, and may not publish.
 * A name belongs to the user who published its current version. Nobody else may replace it, root included, and only
   the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
-* An unmapped user (the overflow uid) owns nothing: it reads.
+* An unmapped user owns nothing: it reads.
 
 * The bytes of the current version may move: to memory of the host (it is parked), and back (it is woken). Its number,
   notes and owner stay. Only its owner may move them, and nobody gets at it while it is parked. A move begins with a
@@ -46,18 +46,9 @@ from typing import Any
 
 from msgspec import structs
 
-from ..errors import (
-    AccessDeniedError,
-    AsleepError,
-    BusyError,
-    MismatchError,
-    NotFoundError,
-    QuotaError,
-    UsageError,
-    VramError,
-)
+from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, QuotaError, UsageError, VramError
 from ..sharing.descriptor import MAX_SEGMENTS
-from ..spec import format_count, format_size
+from . import rights
 from .failures import busy, gone, mismatch, too_late, unknown
 from .limits import Accounts, Asked, Quotas
 from .messages import Attach, Publish
@@ -77,7 +68,7 @@ from .records import (
     beginning,
     packed,
 )
-from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of
+from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label
 from .waiting import Due, Waiting
 
 MAX_LEASES = 65_536  # of one connection
@@ -93,15 +84,8 @@ class Catalogue:
     """The books of a keeper. Times are seconds on the caller's clock, which never goes back.
     The cost of an operation depends on the waiters and leases that it touches, not on how many entries there are."""
 
-    def __init__(
-        self,
-        quotas: Quotas | None = None,
-        *,
-        keeper_uid: int = 0,
-        nobody: int = 65_534,
-    ) -> None:
+    def __init__(self, quotas: Quotas | None = None, *, keeper_uid: int = 0) -> None:
         self.accounts = Accounts(quotas or Quotas(), keeper_uid)
-        self.nobody = nobody
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
         self.versions: dict[int, Version] = {}
@@ -170,7 +154,7 @@ class Catalogue:
             raise QuotaError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
         if asked.claim:
             self._check_claim(session, name, asked.claim)
-        self._may_publish(session, name)
+        rights.publish(session, name, self._current(name))
         if asked.lease:
             self._movable(session, name, asked.lease)
             if asked.writable or asked.updatable:
@@ -220,7 +204,7 @@ class Catalogue:
         claim = session.claims.get(asked.claim)
         if claim is not None:
             self._check_claim(session, name, claim.id)
-        self._may_publish(session, name)
+        rights.publish(session, name, self._current(name))
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         previous = self._current(name)
         publication.nbytes = nbytes
@@ -230,23 +214,10 @@ class Catalogue:
         known = self.names.add(name)
         known.last += 1
         version = Version(
-            name=name,
-            number=known.last,
-            owner=session.uid,
-            token=token,
-            nbytes=nbytes,
-            handles=publication.handles,
-            writable=asked.writable,
-            notes=publication.notes,
-            published=now,
-            expires=None if asked.ttl is None else now + asked.ttl,
-            publisher_pid=session.pid,
-            publisher_label=session.label,
-            publisher_host=session.host,
-            publisher=session.id,
-            pieces=publication.pieces,
-            known=publication.known,
-        )
+            name, known.last, session.uid, token, nbytes, publication.handles, asked.writable, publication.notes, now,
+            None if asked.ttl is None else now + asked.ttl, session.pid, session.label, publisher_host=session.host,
+            publisher=session.id, pieces=publication.pieces, known=publication.known,
+        )  # fmt: skip
         if asked.updatable:
             version.writer, version.updates = session, 1
             session.written[name, version.number] = version
@@ -286,8 +257,8 @@ class Catalogue:
         name, expected = asked.name, None
         if name not in self.names.known:
             check_name(name)
-        if asked.claim and session.uid == self.nobody:
-            raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
+        if asked.claim:
+            rights.be_mapped(session, name)
         if asked.expect is not None:
             expected = packed(check_meta(asked.expect, what="expect"))
             asked = structs.replace(asked, expect=None)
@@ -358,11 +329,7 @@ class Catalogue:
                 raise unknown(name)
             if current is None and revoke:  # what is left of several owners: each asks for their own
                 doomed = [one for one in doomed if session.uid in (one.owner, self.accounts.keeper_uid)] or doomed
-        for one in doomed:
-            if session.uid not in (one.owner, self.accounts.keeper_uid):
-                raise AccessDeniedError(
-                    f"{name!r} version {one.number} belongs to uid {one.owner}; uid {session.uid} may not remove it"
-                )
+        rights.remove(session, doomed, self.accounts.keeper_uid)
         effects: list[Effect] = []
         for one in doomed:
             asked, one.revoked = one.revoked, one.revoked or revoke
@@ -416,12 +383,7 @@ class Catalogue:
             check_name(name)
             if current is None or current.number != number:
                 raise self._gone(name, number)
-            if not current.updates:
-                raise UsageError(f"{name!r} version {number} was not published with updatable=True")
-            who = "which is gone: publish it again" if current.writer is None else f"{current.writer}"
-            raise AccessDeniedError(
-                f"only the process that published {name!r} version {number} may update it in place, {who}"
-            )
+            raise rights.not_the_writer(current)
         if version is not current:
             raise NotFoundError(f"{name!r} version {number} was replaced or removed; its readers keep what they have")
         version.updating = True
@@ -511,7 +473,7 @@ class Catalogue:
             return waiter
         there = self.waiting.claim_of(name)
         try:
-            self._may_make(session, name, asked.owner)
+            rights.claim(session, name, asked.owner)
         except AccessDeniedError:
             if there is None or asked.owner not in (None, self.sessions[there.session].uid):
                 raise
@@ -530,11 +492,8 @@ class Catalogue:
         return claim
 
     def _lease(self, session: Session, version: Version, access: str, now: float, call: int) -> Lease:
-        if access == "rw" and not version.writable:
-            raise AccessDeniedError(
-                f'{version.name!r} version {version.number} was published read-only; attach with access="r", or '
-                f'"cow" for private changes, or publish it with writable=True'
-            )
+        if access == "rw":
+            rights.write(version)
         if len(session.leases) >= MAX_LEASES:
             raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
@@ -547,34 +506,9 @@ class Catalogue:
 
     def _begin_move(self, waiter: Waiter, session: Session, version: Version, now: float) -> Lease | Waiter:
         """Serve who would park a version, and everybody who comes to one that is parked."""
-        name, move, purpose = version.name, version.move, waiter.asked.purpose
-        what = f"{name!r} version {version.number}"
-        if version.parked and purpose != "wake":
-            raise AsleepError(
-                f"{what} is parked{' already' * bool(purpose)}: its bytes are in memory of the host. "
-                f"vram.attach({name!r}, wake=True) brings them back"
-            )
-        if session.uid != version.owner:
-            if move is not None and version.parked:
-                return waiter  # somebody who may is about to
-            raise AccessDeniedError(
-                f"{what} belongs to uid {version.owner}, who alone may {purpose} it: not uid {session.uid}"
-            )
-        if not self.is_current(version):
-            raise NotFoundError(f"{what} was replaced or removed: only the current version moves")
-        if version.parked:
-            if move is not None:
-                return waiter
-        elif version.writable or version.updates:
-            how = "writable=True" if version.writable else "updatable=True"
-            raise UsageError(
-                f"{what} was published with {how}, and what was written to it while it is parked would be lost: "
-                f"publish it read-only, or remove it"
-            )
-        elif awake := [lease for lease in version.leases.values() if not lease.asleep]:
-            size, count = format_size(version.nbytes), format_count(len(awake), "lease")
-            holders = tuple(f"{lease.session}, {size}" for lease in awake[:20])
-            raise BusyError(f"{what} cannot be parked as long as somebody holds it: {count} of {size}", holders)
+        purpose = waiter.asked.purpose
+        if not rights.move(session, version, purpose, is_current=self.is_current(version)):
+            return waiter  # another one is about to
         lease = self._lease(session, version, waiter.asked.access, now, waiter.asked.call)
         lease.purpose = purpose
         version.move = lease
@@ -645,36 +579,6 @@ class Catalogue:
         held = session.claims.get(claim)
         if held is None or held.name != name:
             raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
-
-    def _may_make(self, session: Session, name: str, owner: int | None) -> None:
-        """Raise AccessDeniedError unless a user may have the claim on a name, so that it comes to belong to `owner`."""
-        self._check_home(session, name)
-        if owner not in (None, session.uid):
-            raise AccessDeniedError(
-                f"{name!r} is to belong to uid {owner}: uid {session.uid} cannot publish it so, and nobody who can is "
-                f"about to. Attach it with a timeout to wait for that"
-            )
-
-    @staticmethod
-    def _check_home(session: Session, name: str) -> None:
-        if home_of(name) not in (None, session.uid):
-            raise AccessDeniedError(
-                f"only uid {home_of(name)} may publish {name!r}, and this is uid {session.uid}; names under "
-                f"~{session.uid}/ are yours"
-            )
-
-    def _may_publish(self, session: Session, name: str) -> None:
-        if session.uid == self.nobody:
-            raise AccessDeniedError(
-                f"uid {self.nobody} is what unmapped users read as: it may attach, not publish {name!r}"
-            )
-        self._check_home(session, name)
-        current = self._current(name)
-        if current is not None and current.owner != session.uid:
-            raise AccessDeniedError(
-                f"{name!r} belongs to uid {current.owner}; uid {session.uid} may not publish under it; "
-                f"take another name"
-            )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
     def book(self, lease: Lease) -> None:

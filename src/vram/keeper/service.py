@@ -17,7 +17,7 @@ from . import messages as m
 from .admission import InadmissibleError, admit_page, look_at
 from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure
-from .metering import Counts, kind_of, measurements
+from .listing import Counts, kind_of, measurements
 from .records import (
     Claim,
     Effect,
