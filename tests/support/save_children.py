@@ -30,7 +30,6 @@ def persist_and_die(pipe: Connection, folder: str, stop_at: int) -> None:
         waits = iter([False, True])
         persistence.run(lambda seconds: next(waits))
     pipe.send("saved")
-    pipe.recv()
 
 
 def _die_before(stop_at: int) -> None:

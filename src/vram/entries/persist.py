@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..arrays import weights
-from ..errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, VramError, WaitTimeoutError
+from ..errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, UsageError, VramError
 from ..keeper.messages import Claimed
 from ..keeper.paths import make_own
 from ..keeper.rules import check_meta, check_name
@@ -75,6 +75,7 @@ class Persistence:
         self._root = own_folder(folder)
         self._prefix, self._say = prefix, say
         self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self._fd = -1
         self._client: KeeperClient | None = None
         self._pid = 0
         self._known: dict[str, Record | None] = {}  # the names that this connection saw, and what is saved of them
@@ -85,7 +86,7 @@ class Persistence:
         """Publish and save until ``wait(seconds)`` returns True, for whatever keeper serves at the path."""
         import fcntl  # not on every system where this module is imported
 
-        lock = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = lock = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for tries in itertools.count():  # the process of a keeper that is taken over from still has it
                 with contextlib.suppress(BlockingIOError):
@@ -99,7 +100,9 @@ class Persistence:
             while not wait(pause):
                 try:
                     pause = self._look(keeper, REST)
-                except (AccessDeniedError, PeerGoneError, WaitTimeoutError, OSError) as error:
+                except UsageError:  # such as a path that can be no socket's
+                    raise
+                except (VramError, OSError) as error:  # it may be a keeper of another version, about to be replaced
                     self._client, pause = None, min(max(2 * pause, _FIRST_PAUSE), _LAST_PAUSE)
                     if pause == _LAST_PAUSE:
                         self._complain(_BOTH, error)
@@ -155,9 +158,12 @@ class Persistence:
 
     def _save(self, client: KeeperClient, entry: EntryInfo, now: float) -> None:
         folder = self._folder(entry.name)
+        is_new = not os.path.isdir(folder)
         with contextlib.suppress(NotFoundError):  # it was replaced, or removed: the next look sees by what
             updates = self._updates(client, entry) if entry.updatable else 0  # before it is read: or one is missed
             save(entry.name, folder, version=entry.version, keeper=client.path)
+            if is_new:
+                os.fsync(self._fd)
             self._rested[entry.name] = time.monotonic()
             self._note(entry.name, Record(self._boot, now - entry.age, entry.version, updates))
 
@@ -175,6 +181,7 @@ class Persistence:
             shutil.rmtree(gone)
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, gone)  # in one step: half of the files might be an entry, too
+            os.fsync(self._fd)
             shutil.rmtree(gone)
 
     def _publish_all(self, client: KeeperClient) -> None:
