@@ -92,9 +92,9 @@ class Wire:
                 sock.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
-    def carrier(self, keeper: str) -> Iterator[Carrier]:
+    def carrier(self, keeper: str, *, deltas: bool = False) -> Iterator[Carrier]:
         """Begin a carrier that is meant where this address is; the first of them is what this forwards to."""
-        with Carrier("127.0.0.1:0", names=[self.address], keeper=keeper) as carrier:
+        with Carrier("127.0.0.1:0", names=[self.address], deltas=deltas, keeper=keeper) as carrier:
             self.target = self.target or carrier.address
             yield carrier
 

@@ -31,6 +31,9 @@ def carry(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="Another address that readers write for it; can be repeated."),
     ] = None,
+    deltas: Annotated[
+        bool, typer.Option("--deltas", help="Send what changed since the version before, which stays in memory.")
+    ] = False,
     socket: Socket = None,
 ) -> None:
     """Offer the keeper's entries to other nodes until Ctrl-C or SIGTERM: vram.replicate and `vram follow` get them.
@@ -41,7 +44,7 @@ def carry(
 
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with Carrier(at, key=key, prefix=prefix, names=name or (), keeper=socket) as carrier:
+        with Carrier(at, key=key, prefix=prefix, names=name or (), deltas=deltas, keeper=socket) as carrier:
             print(f"carrying at {carrier.address}", flush=True)
             if not carrier.has_named_key:
                 print("vram: no key is named: only processes of this user are let in", file=sys.stderr)
@@ -94,8 +97,9 @@ def follow(
 
 def _replicated(done: Replicated, device: str) -> str:
     rate = format_size(int(done.nbytes / max(done.seconds, 1e-9)))
+    as_deltas = f", {format_size(done.delta_bytes)} as deltas" if done.delta_bytes else ""
     return (
         f"{done.name} version {done.version}, which is {done.origin_version} of {done.origin}: "
         f"{format_count(done.arrays, 'array')}, {format_size(done.nbytes)} to {device} in {done.seconds:.2f} s "
-        f"({rate}/s by {done.engine}, {format_size(done.from_peers)} from other readers)"
+        f"({rate}/s by {done.engine}, {format_size(done.from_peers)} from other readers{as_deltas})"
     )

@@ -12,8 +12,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from ..entries.attach import attach
-from ..entries.keepers import connect
+from ..entries.keepers import check_flag, connect
 from ..errors import (
     AccessDeniedError,
     NotFoundError,
@@ -28,6 +30,7 @@ from ..spec import check_timeout, printable
 from . import messages as m
 from .address import parse_address, place_of, read_key
 from .connection import Connection
+from .deltas import zstd
 from .digests import check_installed
 from .engine import Engine, Offering
 from .server import Server
@@ -62,14 +65,15 @@ class _Offered:
         self.changed = threading.Condition()
         self.connections: Counter[bytes] = Counter()  # by reader
         self.users = 0
+        self.since = time.monotonic()
         self.idle_since = 0.0
-        self._is_ready = False
+        self.is_ready = False
         self._getting_ready = threading.Lock()  # held for as long as a copy takes, for others who come meanwhile
 
     def get_ready(self, engines: Iterable[Engine], sends: float) -> None:
         """Have everything there that readers ask for."""
         with self._getting_ready:
-            if self._is_ready:
+            if self.is_ready:
                 return
             self.stock = Stock(self.lease)
             self.offers, self.refusals = {}, {}
@@ -79,7 +83,7 @@ class _Offered:
                 except UnsupportedError as error:  # such memory; the others go on
                     self.refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
             self.swarm = Swarm(len(self.stock.pieces), sends)
-            self._is_ready = True
+            self.is_ready = True
 
     def opened(self) -> m.Opened:
         """Return what a reader is told of it."""
@@ -90,6 +94,11 @@ class _Offered:
             lease.name, lease.version, self.instance, stock.nbytes, extents, stock.arrays, lease.meta, offers,
             self.refusals,
         )  # fmt: skip
+
+    @property
+    def content(self) -> str:
+        """The digest of all of it, once those of its pieces are known."""
+        return self.stock.content(m.layout_digest(self.opened()))
 
     def close(self) -> None:
         """Give everything back."""
@@ -116,6 +125,9 @@ class Carrier(Owned):
         somebody passed it on. No other carrier with the same key may have one of them.
     engines : sequence of Engine, optional
         Engines besides tcp that can move bytes: at most 7, with names of at most 32 printable characters.
+    deltas : bool
+        Send readers that have the version before what changed since. Of each entry the version that was pulled last
+        stays leased until 30 s after another one was pulled: it takes the memory of one version more.
     keeper : Keeper, str or PathLike, optional
         The keeper with the entries; see :func:`vram.attach`.
 
@@ -128,7 +140,9 @@ class Carrier(Owned):
     """
 
     __slots__ = (
+        "_bases",
         "_closing",
+        "_deltas",
         "_engines",
         "_keeper",
         "_lock",
@@ -149,9 +163,13 @@ class Carrier(Owned):
         prefix: str = "",
         names: Sequence[str] = (),
         engines: Sequence[Engine] = (),
+        deltas: bool = False,
         keeper: Keeper | str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
+        self._deltas = check_flag(deltas, "deltas")
+        if deltas:
+            zstd()
         self._engines = (TCP, *engines)
         host, port = parse_address(address)
         places = [place_of(*parse_address(name)) for name in names]
@@ -160,6 +178,7 @@ class Carrier(Owned):
         self._prefix = prefix
         self._lock = threading.Lock()
         self._offered: dict[tuple[str, int], _Offered] = {}
+        self._bases: dict[str, _Offered] = {}  # name: what was pulled last; that counts as a user
         self._closing = threading.Event()
         self._sent = 0
         self.has_named_key = bool(secret)  # else readers are on this machine, and to pass pieces on only costs time
@@ -187,6 +206,11 @@ class Carrier(Owned):
     def _end(self) -> None:
         self._closing.set()
         self._server.close()
+        with self._lock:
+            bases = list(self._bases.values())
+            self._bases.clear()
+        for offered in bases:
+            self._leave(offered)
         for key in list(self._offered):
             self._let_go(key)
 
@@ -230,11 +254,16 @@ class Carrier(Owned):
         return offered
 
     def _leave(self, offered: _Offered) -> None:
+        key = offered.lease.name, offered.lease.version
         with self._lock:
             offered.users -= 1
             offered.idle_since = time.monotonic()
-        if self._closing.is_set():  # the end has not waited for this thread
-            self._let_go((offered.lease.name, offered.lease.version))
+            # A base that was replaced is kept for readers that have yet to hear of that.
+            is_unknown = not offered.users and self._offered.setdefault(key, offered) is not offered
+        if is_unknown:
+            offered.close()
+        elif self._closing.is_set():  # the end has not waited for this thread
+            self._let_go(key)
 
     def _sweep(self) -> None:
         """Give back what nobody has pulled for a while."""
@@ -242,16 +271,52 @@ class Carrier(Owned):
             now = time.monotonic()
             for key, offered in list(self._offered.items()):
                 # The source of a copy can have been written to since: the next reader gets another.
-                if not offered.users and now - offered.idle_since > KEPT:
+                if now - offered.idle_since > KEPT:
                     self._let_go(key)
 
     def _let_go(self, key: tuple[str, int]) -> None:
         with self._lock:
             offered = self._offered.get(key)
-            if offered is None or offered.users:
+            if offered is None or offered.users > (self._bases.get(key[0]) is offered):
                 return
             del self._offered[key]
-        offered.close()
+            is_base = offered.users
+        if not is_base:
+            offered.close()
+
+    def _pulled(self, offered: _Offered) -> None:
+        """Keep a version that a reader has, for deltas from it to the next one."""
+        if not self._deltas or offered.stock.is_copy:
+            return
+        name = offered.lease.name
+        with self._lock:
+            before = self._bases.get(name)
+            if self._closing.is_set() or (before is not None and before.since >= offered.since):
+                return  # also where a slow reader comes to the end of an older one
+            self._bases[name] = offered
+            offered.users += 1
+        if before is not None:
+            self._leave(before)
+
+    def _enter_base(self, asked: m.Open, offered: _Offered) -> tuple[_Offered | None, str]:
+        """Return what a reader has, which is used until :meth:`_leave`; None and why, if there are no deltas to it."""
+        if not self._deltas:
+            return None, "the carrier sends no deltas (vram carry --deltas does)"
+        with self._lock:
+            base = self._bases.get(asked.name)
+            if base is None or base.lease.version != asked.base_version:
+                base = self._offered.get((asked.name, asked.base_version))
+            if base is None or not base.is_ready:
+                return None, f"the carrier does not have version {asked.base_version} any more"
+            base.users += 1
+        why = ""
+        if not base.stock.has_layout_of(offered.stock):
+            why = f"the arrays lie elsewhere than in version {asked.base_version}"
+        elif base.content != asked.base.hex():
+            why = f"the carrier does not know the version {asked.base_version} that the reader has"
+        if why:
+            self._leave(base)
+        return None if why else base, why
 
     # -- a connection -------------------------------------------------------------------------------------------------
     def _serve(self, connection: Connection) -> None:
@@ -276,6 +341,8 @@ class _Session:
     def __init__(self, carrier: Carrier, connection: Connection) -> None:
         self._carrier, self._connection = carrier, connection
         self._offered: _Offered | None = None
+        self._base: _Offered | None = None
+        self._base_content = b""
         self._reader = b""
         self._waits_since: float | None = None
         self._given: int | None = None  # the piece that this connection is getting
@@ -293,10 +360,12 @@ class _Session:
         elif isinstance(request, m.Next):
             say(self._next(offered, request), PATIENCE)
         elif isinstance(request, m.Fetch):
-            self._send(offered, request.number)
+            self._send(offered, request)
         elif isinstance(request, m.Digests):
             numbers = range(request.first, min(request.first + m.AT_ONCE, len(offered.stock.pieces)))
             say(m.DigestList(tuple(offered.stock.digest(number) for number in numbers)), PATIENCE)
+            if numbers.stop == len(offered.stock.pieces):  # it has all of it already, or some
+                self._carrier._pulled(offered)
         elif isinstance(request, m.Ask) and request.engine in offered.offers:
             offering = offered.offers[request.engine]
             answer = offering.answer(request.data)
@@ -324,7 +393,11 @@ class _Session:
                 is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
                 offered.swarm.join(self._reader, request.serves if is_own and self._carrier.has_named_key else "", has)
                 offered.changed.notify_all()
-        return opened
+        if not request.base:
+            return opened
+        self._base, why = self._carrier._enter_base(request, offered)
+        self._base_content = request.base
+        return msgspec.structs.replace(opened, whole=why)
 
     def _next(self, offered: _Offered, request: m.Next) -> m.Direction:
         until = time.monotonic() + _WAIT
@@ -336,6 +409,7 @@ class _Session:
                 offered.changed.notify_all()
             while True:
                 if offered.swarm.is_done(self._reader):
+                    self._carrier._pulled(offered)
                     return m.Finished(not offered.swarm.are_done)
                 now = time.monotonic()
                 if self._waits_since is None:
@@ -350,13 +424,21 @@ class _Session:
                 offered.changed.wait(until - now)
         return m.Assigned(given.number, offered.stock.digest(given.number), given.peer)
 
-    def _send(self, offered: _Offered, number: int) -> None:
-        pieces = offered.stock.pieces
+    def _send(self, offered: _Offered, request: m.Fetch) -> None:
+        pieces, number, base = offered.stock.pieces, request.number, self._base
         if number >= len(pieces):
             raise ProtocolError(f"piece {number} of {len(pieces)}")
         nbytes = pieces[number].nbytes
-        self._connection.send(m.PieceHead(number, nbytes), PATIENCE)
-        offered.stock.send(number, self._connection, PATIENCE)
+        delta = None
+        if base is not None and request.base == self._base_content:
+            delta = offered.stock.delta(number, base.stock)
+        if delta is None:
+            self._connection.send(m.PieceHead(number, nbytes), PATIENCE)
+            offered.stock.send(number, self._connection, PATIENCE)
+        else:
+            nbytes = len(delta)
+            self._connection.send(m.PieceHead(number, pieces[number].nbytes, nbytes), PATIENCE)
+            self._connection.send_bytes(memoryview(delta), PATIENCE)
         with self._carrier._lock:
             self._carrier._sent += nbytes
 
@@ -399,3 +481,5 @@ class _Session:
                     offered.swarm.leave(self._reader)
                 offered.changed.notify_all()
             self._carrier._leave(offered)
+            if self._base is not None:
+                self._carrier._leave(self._base)

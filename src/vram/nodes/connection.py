@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<I")
 _AT_ONCE = 4 << 20  # bytes that one call receives at most
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
-_GREETING = b"vram nodes 3"
+_GREETING = b"vram nodes 4"
 _SAME = (
     "where no key is named, each user has one of their own: name the same file to both "
     f"(key=, --key or ${KEY_VARIABLE})"
@@ -92,13 +92,17 @@ class Connection:
         return self.hear(kind, timeout)
 
     # -- what a reader asks -------------------------------------------------------------------------------------------
-    def fetch(self, piece: m.Piece, into: memoryview, timeout: float) -> None:
-        """Have the bytes of a piece sent on this connection, into memory of the host."""
+    def fetch(self, piece: m.Piece, into: memoryview, timeout: float, base: bytes = b"") -> bytearray | None:
+        """Have the bytes of a piece sent on this connection, into memory of the host.
+        With a `base`, a delta to that may come, which is returned."""
         until = time.monotonic() + timeout
-        head = self.request(m.Fetch(piece.number), m.PieceHead, timeout)
-        if (head.number, head.nbytes) != (piece.number, piece.nbytes):
+        head = self.request(m.Fetch(piece.number, base), m.PieceHead, timeout)
+        packed = head.packed
+        if (head.number, head.nbytes) != (piece.number, piece.nbytes) or (packed is not None and not base):
             raise ProtocolError(f"{self.where} sends {head!r:.80} in place of {piece}")
-        self._fill(into, until, self.pause)
+        delta = None if packed is None else bytearray(min(packed, piece.nbytes))
+        self._fill(into if delta is None else memoryview(delta), until, self.pause)
+        return delta
 
     def ask(self, engine: str, data: bytes, timeout: float) -> bytes:
         """Return what the carrier's half of an engine answers; see :meth:`~.engine.Offering.answer`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
@@ -30,3 +31,8 @@ def digest(data: bytes | memoryview) -> bytes:
     """Return the 16 bytes of a digest."""
     found: bytes = check_installed().xxh3_128_digest(data)
     return found
+
+
+def content(layout: bytes, digests: Sequence[bytes]) -> str:
+    """Return one digest of a layout and of all pieces."""
+    return digest(b"".join((layout, *digests))).hex()

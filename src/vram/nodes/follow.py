@@ -18,9 +18,8 @@ from ..spec import Location, check_timeout
 from . import messages as m
 from .address import parse_address, read_key
 from .connection import connect
-from .digests import check_installed
+from .digests import check_installed, content
 from .engine import Engine
-from .pull import content
 from .replicate import STREAMS, Replicated, check_origin, replicate
 
 if TYPE_CHECKING:

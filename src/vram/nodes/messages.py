@@ -30,7 +30,7 @@ from ..sharing.descriptor import check_array_name, most_arrays
 from ..spec import printable
 from .digests import digest
 
-PROTOCOL = 3
+PROTOCOL = 4
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
@@ -46,6 +46,7 @@ _Address = Annotated[str, Meta(max_length=300)]
 _Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Content = Annotated[bytes, Meta(max_length=16)]  # a digest of a whole version, or empty
 MAX_WHY = 500  # characters of a reason
 MAX_ENGINES = 8  # that a carrier has, tcp among them
 
@@ -94,7 +95,8 @@ class Refused(Struct, frozen=True, tag=True):
 # -- what a reader asks ---------------------------------------------------------------------------------------------
 class Open(Struct, frozen=True, tag=True):
     """A request to offer an entry; `layout` is the digest of what was opened before, and empty the first time.
-    `puller` is the same on each connection of a reader, `serves` its address for others, `have` one bit a piece."""
+    `puller` is the same on each connection of a reader, `serves` its address for others, `have` one bit a piece.
+    `base_version` is what the reader has of this entry, and `base` the digest of all of that; empty for none."""
 
     name: _Name
     version: Annotated[int, Meta(ge=0, lt=2**62)]
@@ -102,6 +104,8 @@ class Open(Struct, frozen=True, tag=True):
     layout: Annotated[bytes, Meta(max_length=16)] = b""
     serves: _Address = ""
     have: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] = b""
+    base_version: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    base: _Content = b""
 
 
 class Next(Struct, frozen=True, tag=True):
@@ -111,9 +115,10 @@ class Next(Struct, frozen=True, tag=True):
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Send me the bytes of a piece on this connection."""
+    """Send me the bytes of a piece on this connection; a delta to the piece of a `base` will do as well."""
 
     number: _Number
+    base: _Content = b""
 
 
 class Digests(Struct, frozen=True, tag=True):
@@ -150,7 +155,7 @@ class ArrayPlace(Struct, frozen=True, array_like=True):
 class Opened(Struct, frozen=True, tag=True):
     """The layout of a replica. `extents` are (offset, bytes), ascending; all other bytes are zero. By engine, `offers`
     has what the reader's half has to know, and `refusals` why it is not offered. With another `instance`, pieces that
-    arrived before are compared with their digests."""
+    arrived before are compared with their digests. `whole` says why there are no deltas to the reader's base."""
 
     name: _Name
     version: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -161,6 +166,7 @@ class Opened(Struct, frozen=True, tag=True):
     meta: dict[str, str]
     offers: Annotated[dict[_Engine, _Data], Meta(max_length=MAX_ENGINES)]
     refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=MAX_ENGINES)] = {}
+    whole: Annotated[str, Meta(max_length=MAX_WHY)] = ""
 
 
 class Direction(Struct, frozen=True):
@@ -186,10 +192,11 @@ class Finished(Direction, frozen=True, tag=True):
 
 
 class PieceHead(Struct, frozen=True, tag=True):
-    """The bytes of a piece follow."""
+    """The bytes of a piece follow, or `packed` bytes of a delta that gives it."""
 
     number: _Number
     nbytes: Annotated[int, Meta(ge=1, le=PIECE)]
+    packed: Annotated[int, Meta(ge=0, le=PIECE // 2)] | None = None
 
 
 class DigestList(Struct, frozen=True, tag=True):

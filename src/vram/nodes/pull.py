@@ -33,7 +33,8 @@ from ..memory import Region
 from ..spec import HOST, printable
 from . import messages as m
 from .connection import Connection, connect
-from .digests import digest
+from .delta_engine import Deltas
+from .digests import content, digest
 from .engine import Engine, Reading, Span
 from .messages import Piece
 from .server import Server
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the timeout
-_TRIES = 3  # times that a piece may come wrong from the carrier
+_TRIES = 3  # times that a piece may come wrong from the carrier; wrong deltas after which no more are asked for
+_KEPT = 8  # what fraction of a piece a delta may be that is kept for other readers
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
 _GIVING = 10.0  # seconds that another reader may be silent, or not read
 _LINGER = 10.0  # seconds that others are waited for, once all is here
@@ -61,13 +63,9 @@ class ReplacedError(NotFoundError):
     """The version that was begun is not to be had any more: the entry was published anew, or removed."""
 
 
-def content(layout: bytes, digests: Sequence[bytes]) -> str:
-    """Return one digest of a layout and of all pieces."""
-    return digest(b"".join((layout, *digests))).hex()
-
-
 class Pull:
     """The transfer of one version (0: the current one) into memory of this process, within a ``with`` block.
+    `base` is the version that is here, and the digest of all of it.
     `timeout` is seconds without progress, `rates` in bytes a second; `why` has by engine why it is unused or slow."""
 
     def __init__(
@@ -80,6 +78,7 @@ class Pull:
         timeout: float | None,
         engines: Sequence[Engine],
         share: bool,
+        base: tuple[int, bytes] = (0, b""),
     ) -> None:
         self._address, self._key, self._name, self._version = address, key, name, version
         self._timeout = math.inf if timeout is None else timeout
@@ -101,6 +100,11 @@ class Pull:
         self._digests: dict[int, bytes] = {}  # of what is done
         self._wrong: Counter[int] = Counter()  # piece: how often it came wrong from the carrier
         self._others_lack = False
+        self._base = base
+        self._deltas: Deltas | None = None
+        self._packed: dict[int, bytearray] = {}  # deltas that came, by piece
+        self._torn: set[int] = set()  # pieces whose deltas were wrong
+        self._came_whole = 0  # pieces in place of deltas that were asked for
         self._layout = self._instance = b""
         self._offers: dict[str, bytes] = {}
         self._region: Region | None = None
@@ -108,7 +112,7 @@ class Pull:
         self._server: Server | None = None  # gives pieces to other readers
         self._giving = 0
         self._gave = time.monotonic()
-        self.nbytes = self.from_peers = self.reconnected = 0
+        self.nbytes = self.from_peers = self.delta_bytes = self.reconnected = 0
         self.engine = ""
         self.rates: dict[str, float] = {}
         self.why: dict[str, str] = {}
@@ -118,6 +122,15 @@ class Pull:
         """Reach the carrier, and return what it offers."""
         self._first, opened = self._reach()
         return opened
+
+    def use_deltas(self, keeper: str, why_not: str) -> None:
+        """Have what a keeper here has as the base of deltas, if there is a base and the carrier knows it."""
+        if not self._base[1] or why_not:
+            return
+        try:
+            self._deltas = Deltas(self._name, self._base[1], keeper)
+        except VramError as error:
+            self.why["delta"] = printable(str(error))
 
     def fill(self, region: Region, streams: int) -> None:
         """Fill a region of the host or of a GPU, which this object closes from now on.
@@ -138,6 +151,17 @@ class Pull:
                 )
                 self._reader = secrets.token_bytes(16)
                 waiting(time.sleep, _FIRST_PAUSE)
+        if self._deltas is not None:  # it holds a version that is about to be replaced
+            self._deltas.close()
+        if self._torn:
+            self.why["delta"] = f"{len(self._torn)} of {len(self._pieces)} deltas were wrong: the pieces came whole"
+        elif self._deltas is not None and self.engine != TCP.name:
+            self.why["delta"] = f"{self.engine} moves whole pieces"
+        elif self._came_whole:
+            said = (
+                f"{self._came_whole} of {len(self._pieces)} pieces came whole: their deltas are more than half as long"
+            )
+            self.why.setdefault("delta", said)
 
     def arrived(self) -> int:
         """Return how many bytes are here and right."""
@@ -170,6 +194,8 @@ class Pull:
             self._server.close()
         for link in list(self._links):
             self._drop(link)
+        if self._deltas is not None:
+            self._deltas.close()
         if self._whole is not None:
             whole, view = self._whole
             self._whole = None
@@ -280,7 +306,7 @@ class Pull:
                 self._server = Server(link.here, 0, self._key, self._give)
             serves = "" if self._server is None else self._server.address
             have = sum(1 << number for number in tuple(self._done)).to_bytes(-(-len(self._pieces) // 8), "little")
-            request = m.Open(self._name, self._version, self._reader, self._layout, serves, have)
+            request = m.Open(self._name, self._version, self._reader, self._layout, serves, have, *self._base)
             try:
                 opened = link.request(request, m.Opened, self._patience)
             except NotFoundError as error:
@@ -295,6 +321,8 @@ class Pull:
                 self._compare(link)
                 self._instance = opened.instance
             self._offers = opened.offers
+            if opened.whole:
+                self.why["delta"] = printable(opened.whole)
         except BaseException:
             self._drop(link)
             raise
@@ -405,7 +433,7 @@ class Pull:
     ) -> bool:
         if not given.peer:
             patience = self._patience + piece.nbytes / _SLOWEST
-            if self._read(link, self._engines[self.engine], piece, given.digest, buffer, patience):
+            if self._read_or_patch(link, self._engines[self.engine], piece, given.digest, buffer, patience):
                 return True
             self._wrong[piece.number] += 1
             if self._wrong[piece.number] >= _TRIES:
@@ -415,7 +443,7 @@ class Pull:
         with contextlib.suppress(VramError):  # whatever a reader does wrong, the carrier has it too
             if peer is None:
                 peer = self._connect(given.peer, patience, patience)
-            if self._read(peer, TCP, piece, given.digest, buffer, patience + piece.nbytes / _SLOWEST):
+            if self._read_or_patch(peer, TCP, piece, given.digest, buffer, patience + piece.nbytes / _SLOWEST):
                 self.from_peers += piece.nbytes
                 peers[given.peer] = peer  # behind the others: the one that was of use longest ago goes
                 if len(peers) > _PEERS:
@@ -424,6 +452,16 @@ class Pull:
         if peer is not None:
             self._drop(peer)
         return False
+
+    def _read_or_patch(
+        self, link: Connection, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
+    ) -> bool:
+        """Fill a piece by a delta where there may be one, or else whole."""
+        if engine is TCP and self._deltas is not None and len(self._torn) < _TRIES:
+            if self._read(link, self._deltas, piece, expected, buffer, patience):
+                return True
+            self._torn.add(piece.number)
+        return self._read(link, engine, piece, expected, buffer, patience)
 
     def _read(
         self, link: Connection, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
@@ -446,7 +484,15 @@ class Pull:
             return False
         if why := getattr(reading, "why", ""):
             self.why[engine.name] = printable(why)
+        packed = getattr(reading, "packed", None)
         with self._changed:
+            if engine is self._deltas and packed is None:
+                self._came_whole += 1
+            if packed is not None:
+                self.delta_bytes += len(packed)
+                # Others get it from here, but what takes much memory: for them the piece is here as well.
+                if self._server is not None and len(packed) <= piece.nbytes // _KEPT:
+                    self._packed[piece.number] = packed
             self._digests[piece.number] = found
             self._done.add(piece.number)
             self._progress, self._broken = time.monotonic(), None
@@ -456,7 +502,8 @@ class Pull:
     def _give(self, connection: Connection) -> None:
         """Give another reader pieces that are here and right, of which it checks the digests."""
         while True:
-            number = connection.hear(m.Fetch, _GIVING).number
+            asked = connection.hear(m.Fetch, _GIVING)
+            number = asked.number
             with self._changed:
                 self._giving += 1
             try:
@@ -464,6 +511,10 @@ class Pull:
                     connection.send(m.refusal(NotFoundError(f"piece {number} is not here")), _GIVING)
                     continue
                 piece = self._pieces[number]
+                if asked.base and asked.base == self._base[1] and (packed := self._packed.get(number)) is not None:
+                    connection.send(m.PieceHead(number, piece.nbytes, len(packed)), _GIVING)
+                    connection.send_bytes(memoryview(packed), _GIVING)
+                    continue
                 with self._view(piece, memoryview(bytearray(0 if self._whole else piece.nbytes))) as data:
                     if self._whole is None:
                         self._region.driver.copy_out(data, self._region.address + piece.offset)

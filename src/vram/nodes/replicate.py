@@ -24,6 +24,7 @@ from ..sharing.descriptor import ArrayEntry
 from ..spec import Location, check_timeout
 from . import messages as m
 from .address import parse_address, read_key
+from .delta_engine import base_of
 from .digests import check_installed
 from .engine import Engine
 from .pull import Pull, ReplacedError
@@ -54,11 +55,13 @@ class Replicated:
         Bytes a second of the piece that each engine was measured with; empty where only one was offered.
     why : dict of str to str
         By name of the engine: why it was not used, or did not move the bytes in its fastest way. Engines that did have
-        no key.
+        no key. ``"delta"`` says why a piece came whole although the version before is here.
     from_peers : int
         Bytes of `nbytes` that came from other readers.
     reconnected : int
         How many connections broke and were made anew.
+    delta_bytes : int
+        Bytes that came in place of pieces, as deltas to the version before; 0 if none did.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Replicated:
     why: dict[str, str] = field(default_factory=dict)
     from_peers: int = 0
     reconnected: int = 0
+    delta_bytes: int = 0
 
 
 @overload
@@ -129,7 +133,8 @@ def replicate(
     It comes in pieces of 16 MiB at most, and each is checked by its digest. It is published in one step when all are
     right: nobody sees a half. Its `meta` is that of the origin, with ``origin``, ``origin_version`` and
     ``origin_content`` (a digest of all of it) added. A connection that breaks is made anew, and only missing pieces are
-    sent again. Readers that pull the same version at the same time pass pieces on to each other. For example::
+    sent again. Readers that pull the same version at the same time pass pieces on to each other. If a
+    version from this origin is here, a carrier with deltas sends what changed. For example::
 
         vram.replicate("10.0.0.7:7070", "model", key="/etc/vram/key")
 
@@ -210,7 +215,7 @@ def replicate(
         try:
             with Pull(
                 address, secret, name, version or 0,
-                timeout=seconds, engines=engines, share=share,
+                timeout=seconds, engines=engines, share=share, base=base_of(is_here),
             ) as pull:  # fmt: skip
                 done = _replicate(pull, address, name, client, location, streams)
         except ReplacedError:
@@ -224,6 +229,7 @@ def _replicate(
     pull: Pull, address: str, name: str, client: KeeperClient, location: Location, streams: int
 ) -> Replicated:
     opened = pull.open()
+    pull.use_deltas(client.path, opened.whole)
     meta = _with_origin(opened, address)
     nbytes = max(opened.nbytes, 1)  # an entry of empty arrays has memory, too
     client.offer(name, nbytes, meta=meta)
@@ -243,7 +249,7 @@ def _replicate(
     pull.linger()
     return Replicated(
         name, published.version, address, opened.version, len(arrays), pull.nbytes, seconds, pull.engine, pull.rates,
-        pull.why, pull.from_peers, pull.reconnected,
+        pull.why, pull.from_peers, pull.reconnected, pull.delta_bytes,
     )  # fmt: skip
 
 

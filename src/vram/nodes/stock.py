@@ -18,7 +18,8 @@ from ..memory import Region
 from ..spec import HOST, round_up
 from . import messages as m
 from .connection import Connection
-from .digests import digest
+from .deltas import pack
+from .digests import content, digest
 from .engine import Span
 
 _PAGE = 4096  # bytes: where an extent begins, and is put in a replica
@@ -107,6 +108,27 @@ class Stock:
             with self._bytes(number) as view:
                 found = self._digests[number] = digest(view)
         return found
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is of memory that could be written to."""
+        return self._copy is not None
+
+    def content(self, layout: bytes) -> str:
+        """Return the digest of all of it, which has this layout; empty if that of a piece was never asked for."""
+        digests = [self._digests.get(number, b"") for number in range(len(self.pieces))]
+        return content(layout, digests) if all(digests) else ""
+
+    def delta(self, number: int, base: Stock) -> bytes | None:
+        """Return the delta of a piece from that of a stock of the same layout; None if it saves too little."""
+        if self.digest(number) == base.digest(number):
+            return b""
+        with base._bytes(number) as old, self._bytes(number) as new:
+            return pack(old, new)
+
+    def has_layout_of(self, other: Stock) -> bool:
+        """Whether the pieces of both lie at the same places of the same arrays."""
+        return (self.pieces, self.arrays) == (other.pieces, other.arrays)
 
     def send(self, number: int, connection: Connection, timeout: float) -> None:
         """Send the bytes of a piece."""

@@ -1,0 +1,264 @@
+"""Deltas between versions: what changed travels, and all of it where there is no delta; always the same bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.support.carried import Nodes, carrying, nodes, same, write_key
+from tests.support.deadlines import until
+from tests.support.deltas import following, forget_soon, offering, offers_nothing, without_zstd
+from tests.support.samples import some
+from tests.support.wires import wire
+
+import vram
+from vram.errors import UnsupportedError
+
+PIECE = 16 << 20
+SIZE = 2 * PIECE + 1000  # bytes of the weights: three pieces
+Arrays = dict[str, Any]
+
+
+@pytest.fixture
+def two() -> Iterator[Nodes]:
+    with nodes() as found:
+        yield found
+
+
+def weights(nbytes: int = SIZE) -> Arrays:
+    draw = np.random.default_rng(1)
+    w = draw.standard_normal(nbytes // 2, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return {"w": w, "tables": np.arange(1001, dtype=np.uint8), "step": np.array(0)}
+
+
+def next_of(arrays: Arrays, share: float = 0.02) -> Arrays:
+    """Give a share of the weights other values."""
+    draw = np.random.default_rng(int(arrays["step"]))
+    w = arrays["w"].copy()
+    some_ = draw.random(len(w)) < share
+    w[some_] = draw.standard_normal(int(some_.sum()), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return {**arrays, "w": w, "step": arrays["step"] + 1}
+
+
+def is_here(two: Nodes, arrays: Arrays, keeper: str = "") -> bool:
+    with vram.attach("model", keeper=keeper or two.here) as lease:
+        return same(lease, arrays)
+
+
+def test_each_version_comes_as_what_changed(two: Nodes) -> None:
+    arrays = weights()
+    with offering(two.origin) as carrier, following(carrier.address, two.here) as versions:
+        for version in (1, 2, 3):
+            vram.publish("model", arrays, keeper=two.origin)
+            before = carrier.sent
+            done = next(versions)
+            assert (done.origin_version, done.why) == (version, {})
+            assert is_here(two, arrays)
+            if version > 1:
+                assert 0 < done.delta_bytes <= SIZE / 12
+                assert carrier.sent - before == done.delta_bytes
+            arrays = next_of(arrays)
+        assert vram.replicate(carrier.address, "model", keeper=two.here).delta_bytes == 0  # nothing has changed
+        assert carrier.sent - before == done.delta_bytes
+
+
+def test_readers_pass_deltas_on(two: Nodes, tmp_path: Path) -> None:
+    key, arrays = write_key(tmp_path / "key"), weights(6 * PIECE)
+    with (
+        nodes() as more,
+        offering(two.origin, key=key) as carrier,
+        following(carrier.address, two.here, key=key) as one,
+        following(carrier.address, more.here, key=key) as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for _ in range(2):
+            vram.publish("model", arrays, keeper=two.origin)
+            before = carrier.sent
+            done = list(threads.map(next, (one, other)))  # both at the same time
+            arrays = next_of(arrays)
+        assert all(0 < one.delta_bytes <= 6 * PIECE / 12 for one in done)
+        assert carrier.sent - before <= sum(one.delta_bytes for one in done)
+
+
+def small() -> Arrays:
+    return weights(100_000)
+
+
+def no_deltas(two: Nodes, address: str) -> None:
+    vram.publish("model", next_of(small()), keeper=two.origin)
+
+
+def other_layout(two: Nodes, address: str) -> None:
+    vram.publish("model", {**small(), "more": np.arange(10)}, keeper=two.origin)
+
+
+def all_changed(two: Nodes, address: str) -> None:
+    vram.publish("model", {**small(), "w": -np.roll(small()["w"], 7)}, keeper=two.origin)
+
+
+def another_base(two: Nodes, address: str) -> None:
+    no_deltas(two, address)
+    publish_here(two, small(), origin_content="0" * 32)
+
+
+def an_older_base(two: Nodes, address: str) -> None:
+    no_deltas(two, address)
+    publish_here(two, small(), origin_version="7")
+
+
+def one_byte_differs(two: Nodes, address: str) -> None:
+    no_deltas(two, address)
+    arrays = small()
+    arrays["w"].view(np.uint16)[3] ^= 1
+    publish_here(two, arrays)
+
+
+def another_length(two: Nodes, address: str) -> None:
+    no_deltas(two, address)
+    publish_here(two, {"w": np.arange(10)})
+
+
+def no_origin(two: Nodes, address: str) -> None:
+    no_deltas(two, address)
+    publish_here(two, small(), origin_content="of another kind")
+
+
+def publish_here(two: Nodes, arrays: Arrays, **meta: str) -> None:
+    """Replace the replica by another one that says the same of itself, but for `meta`."""
+    vram.publish("model", arrays, meta={**vram.entry("model", keeper=two.here).meta, **meta}, keeper=two.here)
+
+
+WHOLE: dict[str, tuple[Callable[[Nodes, str], None], bool, str]] = {
+    "a carrier without deltas": (no_deltas, False, "--deltas"),
+    "other arrays": (other_layout, True, "the arrays lie elsewhere than in version 1"),
+    "everything changed": (all_changed, True, "more than half as long"),
+    "a base of other content": (another_base, True, "does not know the version 1"),
+    "a base that the carrier does not have": (an_older_base, True, "does not have version 7 any more"),
+    "a base of which one byte differs": (one_byte_differs, True, "1 of 1 deltas were wrong"),
+    "a base of another length": (another_length, True, "1 of 1 deltas were wrong"),
+    "no base": (no_origin, True, ""),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_all_of_it_comes_where_there_is_no_delta_and_why_is_said(two: Nodes, case: str) -> None:
+    change, deltas, why = WHOLE[case]
+    vram.publish("model", small(), keeper=two.origin)
+    with offering(two.origin, deltas=deltas) as carrier:
+        vram.replicate(carrier.address, "model", keeper=two.here)
+        change(two, carrier.address)
+        done = vram.replicate(carrier.address, "model", keeper=two.here)
+        assert done.delta_bytes == 0
+        assert why in done.why.get("delta", "")
+        assert bool(why) == ("delta" in done.why)
+        with vram.attach("model", keeper=two.origin) as lease:
+            assert is_here(two, {name: array.numpy().copy() for name, array in lease.items()})
+
+
+def test_a_delta_that_is_torn_on_its_way_is_made_up_for_by_the_piece(two: Nodes) -> None:
+    arrays = weights(PIECE)
+    vram.publish("model", arrays, keeper=two.origin)
+    with wire() as link, link.carrier(two.origin, deltas=True):
+        vram.replicate(link.address, "model", keeper=two.here)
+        vram.publish("model", next_of(arrays), keeper=two.origin)
+        before = link.passed
+        link.change = lambda block, at: block[:-1] + b"?" if 100_000 < link.passed - before < 300_000 else block
+        done = vram.replicate(link.address, "model", streams=1, keeper=two.here)
+        assert "1 of 2 deltas were wrong" in done.why["delta"]
+        assert link.passed - before > PIECE
+    assert is_here(two, next_of(arrays))
+
+
+def test_the_base_goes_with_its_carrier_and_the_rest_comes_whole(two: Nodes) -> None:
+    arrays = weights()
+    vram.publish("model", arrays, keeper=two.origin)
+    with (
+        wire() as link,
+        carrying(two.origin, "--deltas", "--name", link.address) as (first, address),
+        carrying(two.origin, "--deltas", "--name", link.address) as (_, other),
+    ):
+        link.target = address
+        vram.replicate(link.address, "model", keeper=two.here)
+        before = link.passed
+        vram.publish("model", next_of(arrays), keeper=two.origin)
+
+        def change(block: bytes, at: int) -> bytes:
+            if link.passed - before > 600_000 and link.target == address:  # in the second delta
+                link.target = other
+                first.kill()
+            return block
+
+        link.change = change
+        done = vram.replicate(link.address, "model", streams=1, keeper=two.here)
+    assert done.reconnected >= 1
+    assert "does not have version 1 any more" in done.why["delta"]
+    assert is_here(two, next_of(arrays))
+
+
+@pytest.mark.parametrize("at", some([0, 300, 200_000, 900_000], 1))
+def test_a_reader_that_is_killed_leaves_the_version_before(two: Nodes, at: int) -> None:
+    arrays = weights()
+    vram.publish("model", arrays, keeper=two.origin)
+    program = "import sys; from vram.cli import main; sys.exit(main())"
+    with wire() as link, link.carrier(two.origin, deltas=True):
+        vram.replicate(link.address, "model", keeper=two.here)
+        vram.publish("model", next_of(arrays), keeper=two.origin)
+        passed, came = link.passed, link.connections
+        command = [sys.executable, "-c", program, "replicate", link.address, "model", "--socket", two.here]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as reader:
+            until(
+                lambda: (link.connections > came and link.passed >= passed + at) or reader.poll() is not None,
+                what="its step",
+            )
+            reader.kill()
+        assert is_here(two, arrays) or is_here(two, next_of(arrays))
+        assert vram.replicate(link.address, "model", keeper=two.here).delta_bytes <= SIZE / 12
+    assert is_here(two, next_of(arrays))
+
+
+def test_a_version_is_kept_as_a_base_until_another_was_pulled(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_soon(monkeypatch)
+
+    def kept() -> list[int]:
+        return [one.version for one in vram.entry("model", keeper=two.origin).versions]
+
+    vram.publish("model", small(), keeper=two.origin)
+    with offering(two.origin) as carrier:
+        vram.replicate(carrier.address, "model", keeper=two.here)
+        vram.publish("model", next_of(small()), keeper=two.origin)
+        until(lambda: offers_nothing(carrier), what="the end of what is offered")
+        assert kept() == [1, 2]
+        assert vram.replicate(carrier.address, "model", keeper=two.here).delta_bytes
+        until(lambda: kept() == [2], what="the end of the version before")
+        vram.remove("model", keeper=two.origin)
+        vram.publish("model", next_of(next_of(small())), keeper=two.origin)
+        assert vram.replicate(carrier.address, "model", keeper=two.here).delta_bytes  # it was removed, and is held
+    until(lambda: not vram.statistics(keeper=two.origin).leases, what="the return of all leases")
+
+
+def test_without_zstd_all_of_it_comes(two: Nodes) -> None:
+    vram.publish("model", small(), keeper=two.origin)
+    with offering(two.origin) as carrier:
+        vram.replicate(carrier.address, "model", keeper=two.here)
+        vram.publish("model", next_of(small()), keeper=two.origin)
+        with without_zstd():
+            done = vram.replicate(carrier.address, "model", keeper=two.here)
+            with pytest.raises(UnsupportedError, match=r"backports\.zstd"):
+                offering(two.origin)
+        assert "backports.zstd" in done.why["delta"]
+    assert is_here(two, next_of(small()))
+
+
+def test_what_can_be_written_to_is_no_base(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_soon(monkeypatch)
+    vram.publish("model", small(), updatable=True, keeper=two.origin)
+    with offering(two.origin) as carrier:
+        vram.replicate(carrier.address, "model", keeper=two.here)
+        until(lambda: not vram.statistics(keeper=two.origin).leases, what="the return of the lease")

@@ -1,0 +1,49 @@
+"""Carriers that send deltas, replicas that follow them, and both without zstd."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vram.nodes import carrier as carriers
+from vram.nodes.carrier import Carrier
+from vram.nodes.deltas import zstd
+from vram.nodes.follow import follow
+from vram.typing import Replicated
+
+
+def offering(keeper: str, *, deltas: bool = True, key: Path | None = None) -> Carrier:
+    """Begin a carrier, which the caller closes."""
+    return Carrier("127.0.0.1:0", key=key, deltas=deltas, keeper=keeper)
+
+
+@contextlib.contextmanager
+def following(address: str, keeper: str, *, key: Path | None = None) -> Iterator[Iterator[Replicated]]:
+    """Follow the model for the length of a block."""
+    versions = follow(address, "model", key=key, keeper=keeper)
+    with contextlib.closing(versions):  # type: ignore[type-var]
+        yield versions
+
+
+def forget_soon(patch: pytest.MonkeyPatch) -> None:
+    """Have carriers give versions back soon after the last reader."""
+    patch.setattr(carriers, "KEPT", 0.2)
+
+
+def offers_nothing(carrier: Carrier) -> bool:
+    """Whether a carrier has no version but bases."""
+    return not carrier._offered
+
+
+@contextlib.contextmanager
+def without_zstd() -> Iterator[None]:
+    """Be where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("backports.zstd", "compression.zstd"):
+            patch.setitem(sys.modules, module, None)
+        zstd.cache_clear()
+        yield
