@@ -23,7 +23,7 @@ NAMES = {
     "ring": "1080p frames to three consumers by vram.Ring; against shared_memory by hand, and queues that pickle",
     "follow": "a new version, seen by 100 followers in 20 processes; against a bare notice to each process",
     "allreduce": "sums over the memory of four processes; against torch's gloo (needs torch)",
-    "nodes": "an entry to another keeper over loopback, checked; against bare sendfile, and 16 readers of one source",
+    "nodes": "an entry to another keeper over loopback, checked; against bare sendfile, 16 readers, and deltas",
     "start": "import vram, start a keeper, and the keeper's memory; against a bare interpreter",
     "first-use": "import of each verb in a fresh process, and how many modules; against numpy's",
     "scale": "attach among 1,000 readers and 10,000 entries; against one of each",

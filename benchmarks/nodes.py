@@ -48,6 +48,7 @@ def on_host(quick: bool) -> Result:
     rows.append(Row.held(said, _rate(values["ours"], nbytes), best, at_least=0.8))
     rows.append(Row("the first time: the source finds out the digests", _rate([first], nbytes)))
     rows.append(Row.limited("memory of the reader, at its peak", Figure.of([peak], "copies"), at_most=1.1))
+    rows += _deltas(nbytes // 2, rounds)
     with _key(), child(_carry, small) as source:  # without one nothing is passed on
         address = source.hear()
         alone = _many(source, address, small, readers, share=False)
@@ -62,6 +63,31 @@ def on_host(quick: bool) -> Result:
         rows,
         ["both ends on this machine: they share its cores, and no network is between them"],
     )
+
+
+def _deltas(nbytes: int, rounds: int) -> list[Row]:
+    """Measure a reader that has the version before against one that has nothing; one word in fifty changed."""
+    sizes: list[float] = []
+    with (
+        child(_carry, nbytes, True) as source,
+        child(_pull, address := source.hear(), True) as other,
+        child(_pull, address, True, True) as follower,
+    ):
+        follower.hear()
+        other.hear()
+        follower.ask("pull")
+
+        def changed() -> float:
+            source.ask("next")
+            other.ask("pull")  # the source finds out the digests
+            seconds, _, packed = follower.ask("pull")
+            sizes.append(packed / nbytes)
+            return float(seconds)
+
+        values = in_turns({"delta": changed, "whole": lambda: other.ask("pull")[0]}, rounds, warm=1)
+    whole = Row(f"{nbytes >> 20} MiB, whole", Figure.of(values["whole"], "s"))
+    delta = Row.held("the same, of which 2 % changed, as a delta", Figure.of(values["delta"], "s"), whole)
+    return [whole, delta, Row.limited("bytes of the delta", Figure.of(sizes[1:], "copies"), at_most=1 / 12)]
 
 
 def _rate(values: list[float], nbytes: int) -> Figure:
@@ -86,19 +112,30 @@ def _key() -> Iterator[None]:
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
-def _carry(pipe: Connection, nbytes: int) -> None:
+def _carry(pipe: Connection, nbytes: int, deltas: bool = False) -> None:
     with own_keeper() as path:
         with vram.empty(nbytes, "uint8", device="host") as array:
             array.numpy().view(np.uint64)[...] = np.arange(nbytes // 8, dtype=np.uint64)
             vram.publish(_NAME, {"w": array}, keeper=path)
-        with Carrier("127.0.0.1:0", keeper=path) as carrier:
+        with Carrier("127.0.0.1:0", deltas=deltas, keeper=path) as carrier:
             pipe.send(carrier.address)
+            draw = np.random.default_rng(1)
             while True:
-                pipe.recv()
+                if pipe.recv() == ("next",):
+                    with (
+                        vram.attach(_NAME, keeper=path) as lease,
+                        vram.empty(nbytes, "uint8", device="host") as array,
+                    ):
+                        words = array.numpy().view(np.uint16)
+                        words[...] = lease["w"].numpy().view(np.uint16)
+                        some = draw.integers(0, len(words), len(words) // 50)
+                        words[some] ^= draw.integers(1, 1 << 16, len(some), dtype=np.uint16)
+                        del words
+                        vram.publish(_NAME, {"w": array}, keeper=path)
                 pipe.send(carrier.sent)
 
 
-def _pull(pipe: Connection, address: str, share: bool) -> None:
+def _pull(pipe: Connection, address: str, share: bool, follows: bool = False) -> None:
     with own_keeper() as path:
         Path("/proc/self/clear_refs").write_text("5")  # what was resident at most, from here on
         before = status("self", "VmRSS")
@@ -109,8 +146,9 @@ def _pull(pipe: Connection, address: str, share: bool) -> None:
                 pipe.send(status("self", "VmHWM") - before)
                 continue
             done = vram.replicate(address, _NAME, share=share, timeout=DEADLINE, keeper=path)
-            pipe.send((done.seconds, done.from_peers))
-            vram.remove(_NAME, keeper=path)
+            pipe.send((done.seconds, done.from_peers, done.delta_bytes))
+            if not follows:
+                vram.remove(_NAME, keeper=path)
             close_client(path)  # and with it what it kept of this version
 
 

@@ -43,7 +43,7 @@ def pack(old: memoryview, new: memoryview) -> bytes | None:
     for at in range(0, len(after), _BLOCK):
         changes = before[at : at + _BLOCK] ^ after[at : at + _BLOCK]
         is_changed = changes != 0
-        words.append(changes[is_changed])
+        words.append(changes[np.flatnonzero(is_changed)])  # several times as fast as by the mask itself
         left -= len(words[-1])
         if left < 0:
             return None
@@ -64,16 +64,18 @@ def unpack(delta: bytes | bytearray, old: memoryview, into: memoryview) -> None:
     count = len(into) // 2
     start, odd = -(-count // 8), len(into) % 2
     data = _decompressed(delta, start + 2 * count + odd)
-    maps = np.frombuffer(data, np.uint8, min(start, len(data)))
-    if len(data) < start or len(data) != start + 2 * int.from_bytes(data[:start], "little").bit_count() + odd:
-        raise ProtocolError(f"a delta of {len(data)} bytes does not have the words that it names")
-    words, after = np.frombuffer(data, _WORD, (len(data) - start) // 2, start), np.frombuffer(into, _WORD, count)
+    if len(data) < start + odd or (len(data) - start - odd) % 2:
+        raise ProtocolError(f"a delta of {len(data)} bytes for a piece of {len(into)}")
+    maps, words = np.frombuffer(data, np.uint8, start), np.frombuffer(data, _WORD, (len(data) - start) // 2, start)
+    after, taken = np.frombuffer(into, _WORD, count), 0
     for at in range(0, count, _BLOCK):
         block = after[at : at + _BLOCK]
-        is_changed = np.unpackbits(maps[at // 8 : (at + _BLOCK) // 8], count=len(block)).view(np.bool_)
-        some = int(np.count_nonzero(is_changed))
-        block[is_changed] ^= words[:some]
-        words = words[some:]
+        places = np.flatnonzero(np.unpackbits(maps[at // 8 : (at + _BLOCK) // 8], count=len(block)).view(np.bool_))
+        some = words[taken : taken + len(places)]
+        block[places[: len(some)]] ^= some
+        taken += len(places)
+    if taken != len(words):
+        raise ProtocolError(f"a delta names {taken} words, and has {len(words)}")
     if odd:
         into[-1] ^= data[-1]
 
