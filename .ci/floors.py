@@ -15,10 +15,10 @@ def main(extras: list[str]) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     groups = [project["optional-dependencies"][extra] for extra in extras] or [project["dependencies"]]
     for requirement in dict.fromkeys(one for group in groups for one in group):
-        found = re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement)
+        found = re.fullmatch(r"([\w.-]+)>=([\d.]+)(;\S+)?", requirement)
         if found is None:
             raise SystemExit(f"{requirement!r} has no plain floor (name>=version)")
-        print(f"{found[1]}=={found[2]}")
+        print(f"{found[1]}=={found[2]}{found[3] or ''}")
 
 
 if __name__ == "__main__":

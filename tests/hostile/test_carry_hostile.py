@@ -112,6 +112,9 @@ ANSWERS: dict[str, Callable[[Any, Connection], object]] = {
     "a piece that is not there": lambda request, _: m.Assigned(7, b"x" * 16) if isinstance(request, m.Next) else None,
     "nothing to get": lambda request, _: m.Finished() if isinstance(request, m.Next) else None,
     "another piece": lambda request, _: m.PieceHead(1, 3000) if isinstance(request, m.Fetch) else None,
+    "a delta that nobody asked for": lambda request, _: (
+        m.PieceHead(0, 3000, 9) if isinstance(request, m.Fetch) else None
+    ),
     "a piece of another size": lambda request, _: m.PieceHead(0, 2999) if isinstance(request, m.Fetch) else None,
     "an answer to nothing": lambda request, _: m.Newest(1) if isinstance(request, m.Fetch) else None,
     "an answer to something else": lambda request, _: m.DigestList(()) if isinstance(request, m.Next) else None,

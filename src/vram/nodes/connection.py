@@ -97,10 +97,10 @@ class Connection:
         With a `base`, a delta to that may come, which is returned."""
         until = time.monotonic() + timeout
         head = self.request(m.Fetch(piece.number, base), m.PieceHead, timeout)
-        packed = head.packed
-        if (head.number, head.nbytes) != (piece.number, piece.nbytes) or (packed is not None and not base):
+        most = piece.nbytes if base and head.packed is not None else 0
+        if (head.number, head.nbytes) != (piece.number, piece.nbytes) or (head.packed or 0) > most:
             raise ProtocolError(f"{self.where} sends {head!r:.80} in place of {piece}")
-        delta = None if packed is None else bytearray(min(packed, piece.nbytes))
+        delta = None if head.packed is None else bytearray(head.packed)
         self._fill(into if delta is None else memoryview(delta), until, self.pause)
         return delta
 

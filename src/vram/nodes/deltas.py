@@ -29,7 +29,7 @@ def zstd() -> ModuleType:
         return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError:
         raise UnsupportedError(
-            "deltas between versions", "the package backports.zstd", "no such package",
+            "deltas between versions", "zstd: the package backports.zstd, or that of Python 3.14", "neither",
             "pip install '.[nodes]' in a clone of vram",
         ) from None  # fmt: skip
 
