@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,14 +141,6 @@ def test_owners_that_cannot_be(kept: vram.Keeper, owner: Any) -> None:
 
 
 # -- names under a user -----------------------------------------------------------------------------------------------
-def somebody() -> pwd.struct_passwd:
-    """Return a user who has a name, and is neither root nor nobody."""
-    found = [one for one in pwd.getpwall() if one.pw_uid not in (0, 65_534) and re.fullmatch("[a-z]+", one.pw_name)]
-    if not found:
-        pytest.skip("this system knows no user but root")
-    return found[0]
-
-
 @needs_root
 def test_names_under_a_user_are_published_by_that_user_alone(place: str) -> None:
     name = f"~{OTHER}/model"
