@@ -8,31 +8,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import vram
-from vram.entries.persist import Persistence
 
-STEPS = ("open", "posix_fallocate", "write", "pwrite", "fsync", "rename", "replace", "unlink", "makedirs")
+STEPS = ("open", "posix_fallocate", "write", "pwrite", "fsync", "rename", "unlink", "makedirs")
 
 
 def save_and_die(pipe: Connection, path: str, shard: int | str, stop_at: int) -> None:
     """Save the entry, and be killed right before a step; say that there are no more of them."""
-    with vram.attach("w"):  # what is loaded on first use is loaded
-        _die_before(stop_at)
-        vram.save("w", path, shard=shard)
-    pipe.send("saved")
-    pipe.recv()
-
-
-def persist_and_die(pipe: Connection, folder: str, stop_at: int) -> None:
-    """Save what is new into the folder of all entries; otherwise the same."""
-    persistence = Persistence(folder, "", lambda line: None)
-    with vram.attach("w"):
-        _die_before(stop_at)
-        waits = iter([False, True])
-        persistence.run(lambda seconds: next(waits))
-    pipe.send("saved")
-
-
-def _die_before(stop_at: int) -> None:
     left = stop_at
 
     def dying(name: str) -> None:
@@ -47,5 +28,9 @@ def _die_before(stop_at: int) -> None:
 
         setattr(os, name, step)
 
-    for name in STEPS:
-        dying(name)
+    with vram.attach("w"):  # what is loaded on first use is loaded
+        for name in STEPS:
+            dying(name)
+        vram.save("w", path, shard=shard)
+    pipe.send("saved")
+    pipe.recv()

@@ -25,7 +25,6 @@ from ..spec import format_count, format_size, printable
 from . import nodes
 from .completion import benchmark_names, entry_names
 from .options import AsJson, EntryName, Socket
-from .persist import beside, persist
 from .results import print_list, print_result
 
 app = typer.Typer(
@@ -98,12 +97,6 @@ def keep(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
     ] = None,
-    persist: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Save your entries there, and publish them at the next start: vram persist."
-        ),
-    ] = None,
     log: Annotated[
         Literal["json", "text"] | None, typer.Option(help="A line on stderr for each event; attaches are none.")
     ] = None,
@@ -168,9 +161,8 @@ def keep(
     command.append("--survive" if survive else "--ephemeral")
     if takeover:
         command.append("--takeover")
-    kept = [] if persist is None else [_keep_on_disk(persist, socket, background=background, says=log is not None)]
     if background:
-        _start(command, kept, logs=log is not None)
+        _start(command, logs=log is not None)
         return
     if metrics is not None:
         _export_metrics(metrics, socket)
@@ -191,11 +183,11 @@ def _fill_standard_files() -> None:
             setattr(sys, name, open(fd, "w" if fd else "r"))  # noqa: SIM115  (it was None, and stays open to the end)
 
 
-def _start(command: list[str], kept: list[int], *, logs: bool) -> None:
+def _start(command: list[str], *, logs: bool) -> None:
     """Start a keeper that goes on without this process, and wait until it serves. A log goes where stderr goes.
 
     Without a log it writes to nowhere once it serves (`--ready-fd`); what it says before is passed on here. It keeps no
-    directory from being unmounted or removed. It also inherits the descriptors `kept`.
+    directory from being unmounted or removed.
     """
     environment = _without_relative_paths(os.environ)
     told, tells = os.pipe()
@@ -209,7 +201,7 @@ def _start(command: list[str], kept: list[int], *, logs: bool) -> None:
                 start_new_session=True,
                 cwd="/",
                 env=environment,
-                pass_fds=[tells, *kept],
+                pass_fds=[tells],
             )
         finally:
             os.close(tells)
@@ -244,18 +236,13 @@ def _export_metrics(address: str, socket: str | None) -> None:
 
     check_installed()
     parse_address(address)
-    where = [] if socket is None else ["--socket", absolute(socket, "--socket")]
-    beside(["vram.metrics"], ["--listen", address, *where])
-
-
-def _keep_on_disk(folder: Path, socket: str | None, *, background: bool, says: bool) -> int:
-    """Start ``vram persist`` for the keeper that this process becomes or starts; see :func:`.persist.beside`."""
-    from ..entries.persist import own_folder
-    from ..keeper.paths import absolute
-
-    place = own_folder(absolute(str(folder), "--persist"))  # a mistake is said here
-    where = [] if socket is None else ["--socket", absolute(socket, "--socket")]
-    return beside(["vram", "persist"], [place, *where], background=background, says=says or not background)
+    ours, theirs = os.pipe()
+    command = [python(), "-P", "-m", "vram.metrics", "--listen", address, "--parent-fd", str(ours)]
+    if socket is not None:
+        command += ["--socket", absolute(socket, "--socket")]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[ours])
+    os.close(ours)
+    os.set_inheritable(theirs, True)  # the keeper has it, knows nothing of it, and it closes when the keeper ends
 
 
 @app.command()
@@ -523,7 +510,7 @@ def revoke(
         raise typer.Exit(1)
 
 
-for command in (nodes.carry, nodes.replicate, nodes.follow, persist):
+for command in (nodes.carry, nodes.replicate, nodes.follow):
     app.command()(command)
 
 
