@@ -266,13 +266,30 @@ class Carrier(Owned):
             self._let_go(key)
 
     def _sweep(self) -> None:
-        """Give back what nobody has pulled for a while."""
+        """Give back what nobody has pulled for a while, and the bases of names that are gone."""
         while not self._closing.wait(KEPT / 10):
             now = time.monotonic()
             for key, offered in list(self._offered.items()):
                 # The source of a copy can have been written to since: the next reader gets another.
                 if now - offered.idle_since > KEPT:
                     self._let_go(key)
+            for name, base in list(self._bases.items()):
+                if not self._is_published(name):
+                    with self._lock:
+                        was_base = self._bases.get(name) is base
+                        if was_base:
+                            del self._bases[name]
+                    if was_base:
+                        self._leave(base)
+
+    def _is_published(self, name: str) -> bool:
+        """Whether a name has a current version, as far as the keeper can be asked."""
+        try:
+            return any(row.is_current for row in connect(self._keeper).versions(name))
+        except NotFoundError:
+            return False
+        except VramError:  # another keeper may go on
+            return True
 
     def _let_go(self, key: tuple[str, int]) -> None:
         with self._lock:
