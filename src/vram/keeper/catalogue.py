@@ -154,14 +154,14 @@ class Catalogue:
             raise QuotaError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
         if asked.claim:
             self._check_claim(session, name, asked.claim)
-        rights.publish(session, name, self._current(name))
+        current = self._current(name)
+        rights.publish(session, name, current)
         if asked.lease:
             self._movable(session, name, asked.lease)
             if asked.writable or asked.updatable:
                 raise UsageError("what moves is read-only: neither writable nor updatable")
         if asked.meta:
             asked = structs.replace(asked, meta={})
-        current = self._current(name)
         entries = int(current is None)
         publication = Publication(0, session, asked, nbytes, handles, entries, notes, dict(pieces), known)
         self.accounts.admit(session.uid, publication, entries, current, goes=bool(asked.lease))
@@ -201,12 +201,10 @@ class Catalogue:
         if session.publications.get(publication.id) is not publication:
             raise UsageError("this publication is over")
         self.abandon(publication)
-        claim = session.claims.get(asked.claim)
-        if claim is not None:
-            self._check_claim(session, name, claim.id)
-        rights.publish(session, name, self._current(name))
-        nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
+        claim = session.claims.get(asked.claim)  # not if it was given up meanwhile
         previous = self._current(name)
+        rights.publish(session, name, previous)
+        nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         publication.nbytes = nbytes
         if asked.lease:
             return self._move(publication, token, now, nbytes)

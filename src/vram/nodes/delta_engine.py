@@ -86,7 +86,7 @@ class DeltaReading:
         self.packed: bytearray | None = None
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
-        """Fill memory with a piece. What a torn delta gives has another digest than the piece."""
+        """Fill memory with a piece. The result of a torn delta has another digest than the piece."""
         view = cast("memoryview", into.view)
         self.packed = self._link.fetch(piece, view, timeout, self._base.content)
         if self.packed is None:

@@ -158,10 +158,9 @@ class Pull:
         elif self._deltas is not None and self.engine != TCP.name:
             self.why["delta"] = f"{self.engine} moves whole pieces"
         elif self._came_whole:
-            said = (
-                f"{self._came_whole} of {len(self._pieces)} pieces came whole: their deltas are more than half as long"
-            )
-            self.why.setdefault("delta", said)
+            said = f"{self._came_whole} of {len(self._pieces)} pieces came whole"
+            why = "their deltas are more than half as long, or another reader gave them"
+            self.why.setdefault("delta", f"{said}: {why}")
 
     def arrived(self) -> int:
         """Return how many bytes are here and right."""
