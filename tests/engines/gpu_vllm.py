@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +50,7 @@ SLEEPS = ("--enable-sleep-mode",)
 OURS = ("--sleep-mode-backend", "vram", "--worker-cls", "vram.engines.vllm_sleep.VramWorker")
 PAIR = ("--tensor-parallel-size", "2", "--disable-custom-all-reduce")
 UPDATES = 20
+RESTING = 60  # answers with the same weights, by as many requests at a time as beside updates
 
 
 def say(what: str) -> None:
@@ -109,54 +109,46 @@ class Run:
         model = LlamaForCausalLM.from_pretrained(self.place / "0" / "model", dtype=torch.bfloat16).to(device)
         states = [load_file(self.place / str(seed) / "model" / "model.safetensors", device) for seed in (0, 1)]
         trainer = self.trainer(backend, server, model)
-        answers: list[Any] = []
-        is_over = threading.Event()
-
-        def request() -> None:
-            while not is_over.is_set():
-                try:
-                    answers.append(ask(server))
-                except RuntimeError as error:  # paused
-                    if not str(error).startswith("503"):
-                        raise
 
         def send(seed: int) -> float:
             model.load_state_dict(states[seed])
             torch.cuda.synchronize()
             return timed(trainer.send_weights)
 
-        threads = [threading.Thread(target=request) for _ in range(3)]
+        with requests(server) as at_rest:  # a batch of another size may round in another way, and so answer differently
+            await_more(at_rest, RESTING)
         took = [send(1)]
         second = ask(server)
         assert all(one != other for one, other in zip(self.first, second, strict=True))
-        for thread in threads:
-            thread.start()
-        for number in range(UPDATES):
-            post(f"{server.url}/pause?mode=wait", {})
-            took.append(send(number % 2))
-            post(f"{server.url}/resume", {})
-            enough, until = len(answers) + len(threads), time.monotonic() + servers.ANSWER
-            while len(answers) < enough and time.monotonic() < until:
-                time.sleep(0.01)
-        is_over.set()
-        for thread in threads:
-            thread.join()
+        with requests(server) as other:
+            await_more(other, RESTING)
+        right = [{tuple(answer[at]) for _, _, answer in at_rest + other} for at in range(len(second))]
+        pauses: list[tuple[float, float]] = []
+        with requests(server) as answers:
+            for number in range(UPDATES):
+                begun = time.monotonic()
+                post(f"{server.url}/pause?mode=wait", {})
+                took.append(send(number % 2))
+                post(f"{server.url}/resume", {})
+                pauses.append((begun, time.monotonic()))
+                await_more(answers, 3)
         last = ask(server)
-        found = Counter((at, tuple(one)) for answer in answers for at, one in enumerate(answer))
-        right = list(zip(self.first, second, strict=True))
-        others = {(at, one): count for (at, one), count in found.items() if list(one) not in right[at]}
-        for (at, one), count in others.items():  # a batch of another size may round in another way
-            same = [sum(1 for _ in takewhile(bool, map(eq, one, of))) for of in right[at]]
-            say(f"  {count} answers to prompt {at} leave those of the two weights after {same} tokens: {one}")
-        mixed = sum(count for (at, one), count in others.items() if one[0] not in (of[0] for of in right[at]))
+        wrong = 0
+        for begun, ended, answer in answers:
+            beside = [number for number, (since, until) in enumerate(pauses) if begun < until and since < ended]
+            for at, one in enumerate(answer):
+                if tuple(one) not in right[at]:
+                    wrong += 1
+                    same = [sum(1 for _ in takewhile(bool, map(eq, one, of))) for of in sorted(right[at])]
+                    say(f"  prompt {at}, beside updates {beside}: leaves those at rest after {same} tokens: {one}")
         nbytes, times = sum(one.nbytes for one in states[0].values()), sorted(took[1:])
         say(f"weight transfer by {backend}, {nbytes >> 20} MiB, the trainer on {device}: {UPDATES} updates, "
             f"{1e3 * times[len(times) // 2]:.0f} ms ({1e3 * times[0]:.0f} to {1e3 * times[-1]:.0f}), the first "
-            f"{1e3 * took[0]:.0f}; of {sum(found.values())} answers {mixed} are mixed")  # fmt: skip
+            f"{1e3 * took[0]:.0f}; of {len(answers)} x {len(second)} answers {wrong} are neither weights'; at rest "
+            f"there are {[len(one) for one in right]}")  # fmt: skip
         server.kill()
         assert last == (self.first if UPDATES % 2 else second)
-        assert answers
-        assert not mixed
+        assert not wrong
 
     def shared(self) -> None:
         """Two engines on one copy, of which one is killed and starts again."""
@@ -217,6 +209,41 @@ class Run:
         names = [entry.name for entry in vram.list_entries("vllm/", keeper=self.keeper.path)]
         say(f"two GPUs: plain after {seconds}, publishing {published}, attached after SIGKILL {attached}, with the "
             f"same tokens; entries: {names}")  # fmt: skip
+
+
+@contextmanager
+def requests(server: Server) -> Iterator[list[tuple[float, float, list[list[int]]]]]:
+    """Ask from three threads for a block; yield when each began, when it ended, and its answers, as they come."""
+    answers: list[tuple[float, float, list[list[int]]]] = []
+    is_over = threading.Event()
+
+    def request() -> None:
+        while not is_over.is_set():
+            begun = time.monotonic()
+            try:
+                answer = ask(server)
+                answers.append((begun, time.monotonic(), answer))
+            except RuntimeError as error:  # paused
+                if not str(error).startswith("503"):
+                    raise
+
+    threads = [threading.Thread(target=request) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def await_more(answers: list[Any], count: int) -> None:
+    """Wait for so many more answers."""
+    enough, until = len(answers) + count, time.monotonic() + servers.ANSWER
+    while len(answers) < enough:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @contextmanager
