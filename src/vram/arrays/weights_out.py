@@ -102,12 +102,17 @@ def _write_locked(
                 os.write(fd, text)
     with _failing(folder):
         os.fsync(lock)
+    remove_model(folder, but=tuple(map(os.path.basename, made)))
+    return tuple(made)
+
+
+def remove_model(folder: str, *, but: Sequence[str] = ()) -> None:
+    """Remove what was saved into a folder, but for some of its files. Others stay, and what cannot be removed."""
     stale = {one for one in os.listdir(folder) if _SHARD.fullmatch(one) or _PART.fullmatch(one)}
-    stale |= {os.path.basename(index), os.path.basename(whole)}
-    for one in sorted(stale - {os.path.basename(file) for file in made}, reverse=True):  # the index before its shards
+    stale |= {"model.safetensors", f"model{INDEX}"}
+    for one in sorted(stale.difference(but), reverse=True):  # the index before its shards
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, one))
-    return tuple(made)
 
 
 def _check_folder(folder: str) -> None:

@@ -97,6 +97,16 @@ def keep(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
     ] = None,
+    persist: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Save your entries there, and publish them at the next start [default: none; a restart keeps it].",
+        ),
+    ] = None,
+    persist_prefix: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only entries whose names begin like this.")
+    ] = None,
     log: Annotated[
         Literal["json", "text"] | None, typer.Option(help="A line on stderr for each event; attaches are none.")
     ] = None,
@@ -129,7 +139,9 @@ def keep(
     service, --background) it ignores SIGHUP.
     """
     _fill_standard_files()
+    from ..keeper.disk import own_folder
     from ..keeper.paths import absolute
+    from ..keeper.rules import check_prefix
 
     if log_level is not None and log is None:
         raise UsageError("--log-level says what of a log is written: give --log json or --log text as well")
@@ -156,6 +168,10 @@ def keep(
         if text is not None:
             parse_limit(text, option.flag)  # a mistake is said here, in one line
             command += [option.flag, text]
+    if persist is not None:
+        command += ["--persist", persist if persist == "none" else own_folder(persist)]  # a mistake is said here
+    if persist_prefix is not None:
+        command += ["--persist-prefix", check_prefix(persist_prefix)]
     if log is not None:
         command += ["--log", log, "--log-level", log_level or "info"]
     command.append("--survive" if survive else "--ephemeral")

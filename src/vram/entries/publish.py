@@ -228,12 +228,12 @@ def _no_mapping(name: object, given: object) -> str:
 
 def publish_loaded(
     client: KeeperClient, name: str, region: Region, arrays: dict[str, ArrayEntry], *, meta: dict[str, str],
-    writable: bool, ttl: float | None, updatable: bool, spare: Region | None = None,
+    writable: bool, ttl: float | None, updatable: bool, spare: Region | None = None, claim: Claimed | None = None,
 ) -> Published:  # fmt: skip
     """Publish a region that no other code looks at; the caller knows which array lies where.
-    `spare`, of the same length, adds a second slot."""
+    `spare`, of the same length, adds a second slot; `claim` is the claim on the name that this fulfils."""
     publish_plan, plan = _publish_updatable if updatable else publish_planned, Loaded(region, arrays, updatable, spare)
-    version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=None)
+    version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
     return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
 
 

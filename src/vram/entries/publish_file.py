@@ -21,6 +21,8 @@ from .keepers import as_notes, check_flags, connect
 from .publish import Published, check_writers, publish_loaded
 
 if TYPE_CHECKING:
+    from ..keeper.client import KeeperClient
+    from ..keeper.messages import Claimed
     from ..keeper.private import Keeper
 
 FILE_META = "__metadata__"  # what the format itself calls it
@@ -29,11 +31,12 @@ OURS = "vram"  # the item of that in which an entry that was saved has the rest 
 
 
 class Saved(msgspec.Struct):
-    """The meta of an entry that was saved, and its arrays that are others by another name."""
+    """The meta of an entry that was saved, its arrays that are others by another name, and where it was."""
 
     form: Literal[1]
     meta: dict[str, str]
     ties: dict[str, str]
+    device: str = "host"
 
 
 @shielded
@@ -90,13 +93,24 @@ def publish_file(
     """
     location = Location.parse(device)
     plan = weights.plan(path)
-    saved = _saved(plan)
+    saved = saved_in(plan)
     notes = _notes(plan, check_meta(as_notes(meta))) if saved is None else check_meta({**saved.meta, **as_notes(meta)})
     client = connect(keeper)
-    # Before the file is read, which may take minutes: would it be taken at all?
     writable, updatable, swap = check_flags(writable=writable, updatable=updatable, swap=swap)
     check_writers(writable=writable, updatable=updatable, swap=swap)
-    client.offer(name, plan.nbytes * (1 + swap), meta=notes, ttl=ttl)
+    return publish_plan(
+        client, name, plan, location, saved, meta=notes, writable=writable, ttl=ttl, updatable=updatable, swap=swap
+    )
+
+
+def publish_plan(
+    client: KeeperClient, name: str, plan: weights.WeightsPlan, location: Location, saved: Saved | None, *,
+    meta: dict[str, str], writable: bool, ttl: float | None = None, updatable: bool = False, swap: bool = False,
+    claim: Claimed | None = None,
+) -> Published:  # fmt: skip
+    """Publish the files of a plan over a connection; `claim` is the claim on the name that this fulfils."""
+    # Before the file is read, which may take minutes: would it be taken at all?
+    client.offer(name, plan.nbytes * (1 + swap), meta=meta, ttl=ttl, claim=claim)
     # No array is made of it: what lies where is known, and there may be thousands.
     arrays = {
         key: ArrayEntry(0, tensor.offset, tensor.nbytes, dtype_name(tensor.dtype), tensor.shape)
@@ -114,15 +128,16 @@ def publish_file(
         with long_work(f"publishing {name}", plan.nbytes):
             weights.fill(plan, region)
         return publish_loaded(
-            client, name, region, arrays, meta=notes, writable=writable, ttl=ttl, updatable=updatable, spare=spare
-        )
+            client, name, region, arrays, meta=meta, writable=writable, ttl=ttl, updatable=updatable, spare=spare,
+            claim=claim,
+        )  # fmt: skip
     finally:
         close_when_unused(region)  # what is updated in place stays mapped here
         if spare is not None:
             close_when_unused(spare)
 
 
-def _saved(plan: weights.WeightsPlan) -> Saved | None:
+def saved_in(plan: weights.WeightsPlan) -> Saved | None:
     """Return what :func:`vram.save` wrote of an entry besides its arrays, if it wrote the file."""
     try:
         return msgspec.json.decode(plan.meta[OURS], type=Saved)

@@ -88,7 +88,7 @@ def save(
             check(tensors)
             nbytes = sum(one.nbytes for one in tensors.values())
             with long_work(f"saving {name}", nbytes):
-                return write(where, tensors, _meta(lease.meta, ties), max(most, 1))
+                return write(where, tensors, _meta(lease, ties), max(most, 1))
 
 
 def _tensors(lease: Lease) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -108,9 +108,11 @@ def _tensors(lease: Lease) -> tuple[dict[str, Tensor], dict[str, str]]:
     return found, ties
 
 
-def _meta(meta: dict[str, str], ties: dict[str, str]) -> dict[str, str]:
+def _meta(lease: Lease, ties: dict[str, str]) -> dict[str, str]:
     """Return the metadata of a file: what that of the file before had, and in one item what only vram reads."""
     own: dict[str, str] = {}
     with contextlib.suppress(msgspec.MsgspecError):
-        own = msgspec.json.decode(meta.get(FILE_META, "{}"), type=dict[str, str])
-    return {"format": "pt", **own, OURS: msgspec.json.encode(Saved(1, meta, ties)).decode()}
+        own = msgspec.json.decode(lease.meta.get(FILE_META, "{}"), type=dict[str, str])
+    device = next((memory.device for memory in lease._manifest.memories if memory.device != "host"), "host")
+    place = device if device == "host" else f"cuda:{device}"  # by its UUID
+    return {"format": "pt", **own, OURS: msgspec.json.encode(Saved(1, lease.meta, ties, place)).decode()}

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from .server import ENDING, LEAST, KeeperServer, most_handles
 from .service_manager import ServiceManager, is_same_service
 
 if TYPE_CHECKING:
+    from .disk import Disk
     from .guarded import Guard
     from .rows import OptionsRow
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directory has no part of the library
 # Options that hold from one keeper to the next, unless they are given anew.
 _LIMITS = {option.flag: option.field for option in OPTIONS}
-_CARRIED = {**_LIMITS, "--patience": "patience"}
+_CARRIED = {**_LIMITS, "--patience": "patience", "--persist": "persist", "--persist-prefix": "persist_prefix"}
+_CARRIED["--instance"] = "instance"
 _DESCRIPTORS = {
     "--guardian-fd": "connected to the process that starts the next keeper",
     "--ready-fd": "say here that it serves, and nothing on stdout",
@@ -55,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar = "SIZE" if option.limit.is_size else "N"
         add(option.flag, dest=option.field, metavar=metavar, help=option.help)
     add("--patience", metavar="SECONDS", type=float, help="disconnect who keeps it waiting for longer")
+    add("--persist", metavar="FOLDER", help="save your entries there, and publish them at the next start; or none")
+    add("--persist-prefix", metavar="NAME", help="only those whose names begin so")
+    add("--instance", help=argparse.SUPPRESS)  # of keepers that follow each other, if they save entries
     takes_over = "restart the keeper that runs, if one does: with what it has, and its limits unless others are given"
     add("--takeover", action="store_true", help=takes_over)
     survives = parser.add_mutually_exclusive_group()
@@ -141,6 +147,8 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
         elif given.takeover:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
+        if server.disk is not None and not server.disk.follows:
+            lines.append(str(server.disk))
         event_log.say("vram.keeper.ready", fields={**this, "vram.keeper.socket": server.path})
         manager.tell(**state)
         if is_started:
@@ -169,6 +177,8 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             before = guard.recover()
             if before is not None:
                 _inherit(before, given)
+        if given.persist not in (None, "none"):
+            server.disk = _disk(server, given, follows=before is not None)
         server.limit(_limits(given))
         server.patience = IDLE if given.patience is None else given.patience
         server.options = _words(given, _CARRIED)
@@ -187,6 +197,15 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(given.socket))
     return 0
+
+
+def _disk(server: KeeperServer, given: argparse.Namespace, *, follows: bool) -> Disk:
+    from .disk import Disk, own_folder
+
+    given.persist = own_folder(given.persist)
+    if server.lost_rows or not given.instance:  # what is not there any more was not removed
+        given.instance = secrets.token_hex(8)
+    return Disk(server, given.persist, given.persist_prefix or "", given.instance, follows=follows)
 
 
 def _limits(given: argparse.Namespace) -> Quotas:
@@ -238,6 +257,8 @@ def _take_over(guard: Guard, path: str | None) -> None:
 def _inherit(before: OptionsRow, given: argparse.Namespace) -> None:
     """Have those options hold that the keeper before had and that were not given anew."""
     its, _ = _parser().parse_known_args(before.options)  # of another version, perhaps
+    if given.persist not in (None, its.persist):
+        its.persist_prefix = its.instance = None
     for field in _CARRIED.values():
         if getattr(given, field) is None:
             setattr(given, field, getattr(its, field))

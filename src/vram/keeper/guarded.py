@@ -372,6 +372,7 @@ class Guard:
         """Write down what changed, before anybody hears of it."""
         catalogue, journal = self.server.catalogue, self.journal
         if catalogue.changed or self._rows:
+            self.server.take_note()
             rows = [*self._rows, *changes(catalogue, self._number)]
             self._rows.clear()
             if journal is not None:

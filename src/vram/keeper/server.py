@@ -37,6 +37,7 @@ from .rules import IDLE
 from .service import Service
 
 if TYPE_CHECKING:
+    from .disk import Disk
     from .guarded import Guard
 
 _CONNECTIONS = limit_called("connections")
@@ -102,6 +103,7 @@ class KeeperServer:
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
         # Called before a process restarts this keeper; raises if that is not to be.
         self.about_to_restart: Callable[[int], None] = self._stays
+        self.disk: Disk | None = None
         self.service = Service(self)
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}
@@ -146,7 +148,9 @@ class KeeperServer:
                 self.guard.greet_again()
             self._accepting()
             self.schedule()
-            if ready is not None:
+            if self.disk is not None:
+                self.disk.begin(ready or (lambda: None))
+            elif ready is not None:
                 ready()
             if self.guard is not None:
                 self.guard.watch()
@@ -176,7 +180,9 @@ class KeeperServer:
             loop.call_later(_TRY_AGAIN, self._hear_signals)
 
     def stop(self) -> None:
-        """Return from :meth:`serve`; nobody follows."""
+        """Return from :meth:`serve`, and nobody follows; the first call is heard once all is on disk that is to be."""
+        if self.disk is not None and self.disk.finish(self.stop):
+            return
         self.is_followed = False
         if self.guard is not None:
             self.guard.link.end()
@@ -230,7 +236,13 @@ class KeeperServer:
         if self.guard is not None:
             self.guard.flush()
         else:
+            self.take_note()
             self.catalogue.changed.clear()
+
+    def take_note(self) -> None:
+        """Have what changed saved to disk as well, if entries are."""
+        if self.disk is not None:
+            self.disk.note(self.catalogue.changed)
 
     def did(self, session: Session, call: int, version: int = 0) -> None:
         """Note the outcome of a call that is not to be done twice."""
