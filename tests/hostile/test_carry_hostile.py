@@ -152,7 +152,7 @@ def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> N
     """The carrier has two connections get the same piece, and the slower one brings other bytes."""
     nbytes = PIECE + 1000
     whole = m.Opened(
-        "model", 1, b"i" * 16, nbytes, ((0, nbytes),), {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}, {},
+        "model", 1, 0, b"i" * 16, nbytes, ((0, nbytes),), {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}, {},
         {"tcp": b""},
     )  # fmt: skip
     parts = [bytes(PIECE), bytes(1000)]
@@ -268,7 +268,7 @@ def test_a_reader_that_reads_nothing_is_let_go(kept: tuple[Carrier, bytes], monk
     carrier, key = kept
     vram.publish("large", {"w": np.zeros(PIECE, np.uint8)}, keeper=carrier._keeper)
     connection = connect(carrier.address, key, SOON)
-    connection.request(m.Open("large", 0, READER), m.Opened, SOON)
+    connection.request(m.Open("large", 0, 0, READER), m.Opened, SOON)
     for _ in range(4):
         connection.send(m.Fetch(0), SOON)
     until(lambda: not carrier._server._threads, what="the end of its thread")
@@ -277,13 +277,13 @@ def test_a_reader_that_reads_nothing_is_let_go(kept: tuple[Carrier, bytes], monk
 
 # -- messages that nobody says ----------------------------------------------------------------------------------------
 REQUESTS = [
-    m.Open("model", 0, READER),
-    m.Open("model", 1, READER, b"l" * 16, "127.0.0.1:7", b"\xff" * 4),
+    m.Open("model", 0, 0, READER),
+    m.Open("model", 1, 0, READER, b"l" * 16, "127.0.0.1:7", b"\xff" * 4),
     m.Next(True),
     m.Fetch(0),
     m.Digests(0),
     m.Ask("tcp", b"x"),
-    m.Watch("model", 1, 0.0),
+    m.Watch("model", 1, 0, 0.0),
 ]
 
 
@@ -358,7 +358,7 @@ def test_random_bytes_from_strangers_do_nothing(kept: tuple[Carrier, bytes]) -> 
         with socket.create_connection(sock_address(carrier), SOON) as stranger:
             stranger.sendall(frame if order.random() < 0.8 else order.randbytes(len(frame)))
     with contextlib.closing(connect(carrier.address, key, SOON)) as connection:
-        connection.request(m.Open("model", 0, READER), m.Opened, SOON)
+        connection.request(m.Open("model", 0, 0, READER), m.Opened, SOON)
 
 
 def test_names_and_numbers_that_cannot_be(two: Nodes) -> None:

@@ -36,7 +36,7 @@ def two() -> Iterator[Nodes]:
 def reader(carrier: Carrier, key: bytes = b"", name: str = "model", serves: str = "") -> Connection:
     """Return a connection that has opened an entry, and says that it has all of it."""
     made = connect(carrier.address, key, SOON)
-    made.request(m.Open(name, 0, secrets.token_bytes(16), b"", serves, b"\xff" * 8), m.Opened, SOON)
+    made.request(m.Open(name, 0, 0, secrets.token_bytes(16), b"", serves, b"\xff" * 8), m.Opened, SOON)
     return made
 
 
@@ -58,7 +58,7 @@ def test_a_reader_is_asked_at_its_own_host_alone(two: Nodes, tmp_path: Path, ser
     vram.publish("model", model(1000), keeper=two.origin)
     with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
         with reader(carrier, key.read_bytes(), serves=serves), connect(carrier.address, key.read_bytes(), SOON) as one:
-            one.request(m.Open("model", 0, secrets.token_bytes(16)), m.Opened, SOON)
+            one.request(m.Open("model", 0, 0, secrets.token_bytes(16)), m.Opened, SOON)
             given = one.request(m.Next(), m.Assigned, SOON)
             assert given.peer == (serves if serves == SERVES[0] else "")
 

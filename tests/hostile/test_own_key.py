@@ -61,7 +61,7 @@ def test_another_user_is_not_let_in(two: Nodes) -> None:
     with carrying(two.origin) as (_, address):
 
         def ask() -> object:
-            return connect(address, b"", SOON).request(m.Open("model", 0, bytes(16)), m.Opened, SOON)
+            return connect(address, b"", SOON).request(m.Open("model", 0, 0, bytes(16)), m.Opened, SOON)
 
         kind, said = as_other(ask)  # type: ignore[misc]
         assert kind is AccessDeniedError

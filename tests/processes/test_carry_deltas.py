@@ -9,20 +9,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, nodes, same, write_key
 from tests.support.deadlines import until
-from tests.support.deltas import following, forget_soon, offering, offers_nothing, without_zstd
+from tests.support.deltas import (
+    PIECE,
+    SIZE,
+    following,
+    forget_soon,
+    next_of,
+    offering,
+    offers_nothing,
+    weights,
+    without_zstd,
+)
 from tests.support.samples import some
 from tests.support.wires import wire
 
 import vram
 from vram.errors import UnsupportedError
 
-PIECE = 16 << 20
-SIZE = 2 * PIECE + 1000  # bytes of the weights: three pieces
 Arrays = dict[str, Any]
 
 
@@ -30,21 +37,6 @@ Arrays = dict[str, Any]
 def two() -> Iterator[Nodes]:
     with nodes() as found:
         yield found
-
-
-def weights(nbytes: int = SIZE) -> Arrays:
-    draw = np.random.default_rng(1)
-    w = draw.standard_normal(nbytes // 2, dtype=np.float32).astype(ml_dtypes.bfloat16)
-    return {"w": w, "tables": np.arange(1001, dtype=np.uint8), "step": np.array(0)}
-
-
-def next_of(arrays: Arrays, share: float = 0.02) -> Arrays:
-    """Give a share of the weights other values."""
-    draw = np.random.default_rng(int(arrays["step"]))
-    w = arrays["w"].copy()
-    some_ = draw.random(len(w)) < share
-    w[some_] = draw.standard_normal(int(some_.sum()), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    return {**arrays, "w": w, "step": arrays["step"] + 1}
 
 
 def is_here(two: Nodes, arrays: Arrays) -> bool:
@@ -214,7 +206,7 @@ def test_without_zstd_all_of_it_comes(two: Nodes) -> None:
 
 def test_what_can_be_written_to_is_no_base(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_soon(monkeypatch)
-    vram.publish("model", SMALL, updatable=True, keeper=two.origin)
+    vram.publish("model", SMALL, writable=True, keeper=two.origin)
     with offering(two.origin) as carrier:
         vram.replicate(carrier.address, "model", keeper=two.here)
         until(lambda: not vram.statistics(keeper=two.origin).leases, what="the return of the lease")

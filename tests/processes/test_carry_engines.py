@@ -252,7 +252,7 @@ def test_what_was_given_to_a_reader_who_is_gone_is_taken_back(two: Nodes) -> Non
 
 def connected(carrier: Carrier) -> Connection:
     reader = connect(carrier.address, read_key(None), SOON)
-    reader.request(m.Open("model", 0, secrets.token_bytes(16)), m.Opened, SOON)
+    reader.request(m.Open("model", 0, 0, secrets.token_bytes(16)), m.Opened, SOON)
     return reader
 
 

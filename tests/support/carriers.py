@@ -18,7 +18,7 @@ from vram.nodes.server import Server
 
 def honest(nbytes: int = 3000, **lies: Any) -> m.Opened:
     arrays = {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}
-    said = m.Opened("model", 1, b"i" * 16, nbytes, ((0, nbytes),), arrays, {}, {"tcp": b""})
+    said = m.Opened("model", 1, 0, b"i" * 16, nbytes, ((0, nbytes),), arrays, {}, {"tcp": b""})
     return msgspec.structs.replace(said, **lies)
 
 

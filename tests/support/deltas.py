@@ -6,7 +6,10 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from vram.nodes import carrier as carriers
@@ -15,6 +18,24 @@ from vram.nodes.deltas import zstd
 from vram.nodes.follow import follow
 from vram.typing import Replicated
 
+PIECE = 16 << 20
+SIZE = 2 * PIECE + 1000  # bytes of the weights: three pieces
+
+
+def weights(nbytes: int = SIZE) -> dict[str, Any]:
+    draw = np.random.default_rng(1)
+    w = draw.standard_normal(nbytes // 2, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return {"w": w, "tables": np.arange(1001, dtype=np.uint8), "step": np.array(0)}
+
+
+def next_of(arrays: dict[str, Any], share: float = 0.02) -> dict[str, Any]:
+    """Give a share of the weights other values."""
+    draw = np.random.default_rng(int(arrays["step"]))
+    w = arrays["w"].copy()
+    some_ = draw.random(len(w)) < share
+    w[some_] = draw.standard_normal(int(some_.sum()), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return {**arrays, "w": w, "step": arrays["step"] + 1}
+
 
 def offering(keeper: str, *, deltas: bool = True, key: Path | None = None) -> Carrier:
     """Begin a carrier, which the caller closes."""
@@ -22,9 +43,9 @@ def offering(keeper: str, *, deltas: bool = True, key: Path | None = None) -> Ca
 
 
 @contextlib.contextmanager
-def following(address: str, keeper: str, *, key: Path | None = None) -> Iterator[Iterator[Replicated]]:
+def following(address: str, keeper: str, *, key: Path | None = None, **how: Any) -> Iterator[Iterator[Replicated]]:
     """Follow the model for the length of a block."""
-    versions = follow(address, "model", key=key, keeper=keeper)
+    versions = follow(address, "model", key=key, keeper=keeper, **how)
     with contextlib.closing(versions):  # type: ignore[type-var]
         yield versions
 

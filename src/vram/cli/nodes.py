@@ -83,6 +83,9 @@ def follow(
         float | None,
         typer.Option(min=0.0, metavar="SECONDS", help="Seconds that the carrier may be gone [default: for ever]."),
     ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Update one version in place: readers keep their addresses.")
+    ] = False,
     socket: Socket = None,
 ) -> None:
     """Keep a replica of another node's entry at its newest version, until Ctrl-C or SIGTERM."""
@@ -91,7 +94,9 @@ def follow(
 
     with contextlib.suppress(KeyboardInterrupt), show_progress():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        for done in follow_remote(origin, name, device=device, key=key, timeout=timeout, keeper=socket):
+        for done in follow_remote(
+            origin, name, device=device, key=key, in_place=in_place, timeout=timeout, keeper=socket
+        ):
             print(_replicated(done, device), flush=True)
 
 

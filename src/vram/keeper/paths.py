@@ -131,7 +131,8 @@ def make_own(place: Path) -> Path:
     """Make a directory that no other user can replace or put files into, if it is missing; return it without links.
     Raises AccessDeniedError if another user could change it, or a directory above it."""
     place = Path(os.path.realpath(place))
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in [one for one in (*reversed(place.parents), place) if not one.is_dir()]:
+        one.mkdir(mode=0o700, exist_ok=True)  # not by parents=True, which goes by the umask
     for one in (place, *place.parents):
         found = one.stat()
         if found.st_uid != os.geteuid() and (found.st_uid or one == place):

@@ -16,10 +16,14 @@ import msgspec
 
 from ..entries.attach import attach
 from ..entries.keepers import check_flag, connect
+from ..entries.reading import VERSION
 from ..errors import (
     AccessDeniedError,
+    BusyError,
     NotFoundError,
+    PeerGoneError,
     ProtocolError,
+    TornError,
     UnsupportedError,
     UsageError,
     VramError,
@@ -51,6 +55,9 @@ _LONG = 5.0  # seconds of that after which the source sends a piece itself
 _ANSWERS = 16  # of an engine that has something to forget once their connection is over: a reader takes one at a time
 
 
+_Key = tuple[str, int, int]
+
+
 class _Offered:
     """A version that is being pulled, with those who pull it; it owns the lease, and is used once it is ready."""
 
@@ -59,8 +66,9 @@ class _Offered:
     offers: dict[str, Offering]  # by engine
     refusals: dict[str, str]  # engine: why it is not offered
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, updates: int) -> None:
         self.lease = lease
+        self.updates = updates  # in place, from when it was attached; then those that the copy has
         self.instance = secrets.token_bytes(16)
         self.changed = threading.Condition()
         self.connections: Counter[bytes] = Counter()  # by reader
@@ -75,7 +83,10 @@ class _Offered:
         with self._getting_ready:
             if self.is_ready:
                 return
-            self.stock = Stock(self.lease)
+            try:
+                self.stock = Stock(self.lease)
+            except TornError as error:
+                raise BusyError(str(error)) from None
             self.offers, self.refusals = {}, {}
             for engine in engines:
                 try:
@@ -91,9 +102,14 @@ class _Offered:
         extents = tuple((span.offset, span.nbytes) for span in stock.spans)
         offers = {name: offering.data for name, offering in self.offers.items()}
         return m.Opened(
-            lease.name, lease.version, self.instance, stock.nbytes, extents, stock.arrays, lease.meta, offers,
-            self.refusals,
+            lease.name, lease.version, stock.updates, self.instance, stock.nbytes, extents, stock.arrays, lease.meta,
+            offers, self.refusals,
         )  # fmt: skip
+
+    @property
+    def key(self) -> _Key:
+        """The name, the version, and the number of its last update."""
+        return self.lease.name, self.lease.version, self.updates
 
     @property
     def content(self) -> str:
@@ -177,7 +193,7 @@ class Carrier(Owned):
         self._keeper = connect(keeper).path
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._offered: dict[tuple[str, int], _Offered] = {}
+        self._offered: dict[_Key, _Offered] = {}
         self._bases: dict[str, _Offered] = {}  # name: what was pulled last; that counts as a user
         self._closing = threading.Event()
         self._sent = 0
@@ -215,11 +231,11 @@ class Carrier(Owned):
             self._let_go(key)
 
     # -- what is offered ----------------------------------------------------------------------------------------------
-    def _enter(self, name: str, version: int) -> _Offered:
+    def _enter(self, name: str, version: int, updates: int) -> _Offered:
         """Return a version that is offered, which is used until :meth:`_leave`."""
         self._check_name(name)
         with self._lock:
-            offered = self._offered.get((name, version))
+            offered = self._offered.get((name, version, updates))
             if offered is not None:  # leased since before: it may have been replaced
                 offered.users += 1
         if offered is None:
@@ -227,12 +243,17 @@ class Carrier(Owned):
         try:
             offered.get_ready(self._engines, SENDS if self.has_named_key else math.inf)
         except BaseException:
-            key = offered.lease.name, offered.lease.version
             with self._lock:
-                if self._offered.get(key) is offered:
-                    del self._offered[key]
+                if self._offered.get(offered.key) is offered:
+                    del self._offered[offered.key]
             offered.lease.close()
             raise
+        with self._lock:
+            if offered.updates != offered.stock.updates:  # once more before it was copied
+                if self._offered.get(offered.key) is offered:
+                    del self._offered[offered.key]
+                offered.updates = offered.stock.updates
+                self._offered.setdefault(offered.key, offered)
         return offered
 
     def _check_name(self, name: str) -> None:
@@ -244,22 +265,28 @@ class Carrier(Owned):
             lease = attach(name, version=version or None, keeper=self._keeper)
         except UsageError as error:  # a name that no entry can have
             raise NotFoundError(str(error)) from None
+        updates = 0 if lease._words is None else lease._words[VERSION]
         with self._lock:
-            offered = self._offered.get((name, lease.version))
-            if offered is None:
-                offered = self._offered[name, lease.version] = _Offered(lease)
+            offered = self._offered.get((name, lease.version, updates))
+            if offered is None or offered.lease._client is not lease._client:  # of a keeper before, which has ended
+                offered = self._offered[name, lease.version, updates] = _Offered(lease, updates)
             offered.users += 1
         if offered.lease is not lease:
             lease.close()
         return offered
 
     def _leave(self, offered: _Offered) -> None:
-        key = offered.lease.name, offered.lease.version
+        key = offered.key
         with self._lock:
             offered.users -= 1
             offered.idle_since = time.monotonic()
-            # A base that was replaced is kept for readers that have yet to hear of that.
+            # A base that was replaced is kept for readers that have yet to hear of that; but of copies, of which each
+            # update may take one, only the one before.
             is_unknown = not offered.users and self._offered.setdefault(key, offered) is not offered
+            newer = [one for one in self._offered if one[:2] == key[:2] and one[2] > key[2]] if key[2] else []
+            if len(newer) > 1 and not offered.users and not is_unknown:
+                del self._offered[key]
+                is_unknown = True
         if is_unknown:
             offered.close()
         elif self._closing.is_set():  # the end has not waited for this thread
@@ -291,7 +318,7 @@ class Carrier(Owned):
         except VramError:  # another keeper may go on
             return True
 
-    def _let_go(self, key: tuple[str, int]) -> None:
+    def _let_go(self, key: _Key) -> None:
         with self._lock:
             offered = self._offered.get(key)
             if offered is None or offered.users > (self._bases.get(key[0]) is offered):
@@ -303,7 +330,7 @@ class Carrier(Owned):
 
     def _pulled(self, offered: _Offered) -> None:
         """Keep a version that a reader has, for deltas from it to the next one."""
-        if not self._deltas or offered.stock.is_copy:
+        if not self._deltas or (offered.stock.is_copy and not offered.updates):
             return
         name = offered.lease.name
         with self._lock:
@@ -320,9 +347,10 @@ class Carrier(Owned):
         if not self._deltas:
             return None, "the carrier sends no deltas (vram carry --deltas does)"
         with self._lock:
+            key = asked.name, asked.base_version, asked.base_updates
             base = self._bases.get(asked.name)
-            if base is None or base.lease.version != asked.base_version:
-                base = self._offered.get((asked.name, asked.base_version))
+            if base is None or base.key != key:
+                base = self._offered.get(key)
             if base is None or not base.is_ready:
                 return None, f"the carrier does not have version {asked.base_version} any more"
             base.users += 1
@@ -371,7 +399,7 @@ class _Session:
         if isinstance(request, m.Open):
             say(self._open(request), PATIENCE)
         elif isinstance(request, m.Watch):
-            say(m.Newest(self._watch(request)), PATIENCE)
+            say(self._watch(request), PATIENCE)
         elif offered is None:
             raise ProtocolError(f"{type(request).__name__} before anything was opened")
         elif isinstance(request, m.Next):
@@ -395,7 +423,7 @@ class _Session:
     def _open(self, request: m.Open) -> m.Opened:
         if self._offered is not None:
             raise ProtocolError("a connection opens one entry")
-        offered = self._carrier._enter(request.name, request.version)
+        offered = self._carrier._enter(request.name, request.version, request.updates)
         opened = offered.opened()
         if request.layout and request.layout != m.layout_digest(opened):
             self._carrier._leave(offered)
@@ -459,26 +487,47 @@ class _Session:
         with self._carrier._lock:
             self._carrier._sent += nbytes
 
-    def _watch(self, request: m.Watch) -> int:
-        """Return the current version once it is another one, time is up, or the reader has gone."""
+    def _watch(self, request: m.Watch) -> m.Newest:
+        """Return the current version once it is another one or updated, time is up, or the reader has gone."""
         carrier, until = self._carrier, time.monotonic() + request.seconds
         carrier._check_name(request.name)
         while not carrier._closing.is_set():
             left = max(0.0, until - time.monotonic())
             try:
                 with attach(request.name, timeout=min(left, _WAIT), keeper=carrier._keeper) as lease:
-                    if lease.version != request.version:
-                        return lease.version
+                    updates = 0 if lease._words is None else lease._words[VERSION]
+                    if (lease.version, updates) != (request.version, request.updates):
+                        return m.Newest(lease.version, updates)
                     poll = select.poll()
-                    poll.register(lease, select.POLLIN)
                     poll.register(self._connection, select.POLLRDHUP)
-                    poll.poll(left * 1000)
-                    if not lease.is_stale() or not left:
-                        return lease.version
+                    if updates:
+                        is_updated = self._await_update(lease, updates, until, poll)
+                    else:
+                        poll.register(lease, select.POLLIN)
+                        poll.poll(left * 1000)
+                        is_updated = lease.is_stale()
+                    if not is_updated or time.monotonic() >= until:
+                        return m.Newest(lease.version, updates)
             except (NotFoundError, WaitTimeoutError):
                 if not left:
-                    return 0
-        return 0
+                    break
+        return m.Newest(0)
+
+    def _await_update(self, lease: Lease, updates: int, until: float, poll: select.poll) -> bool:
+        """Whether a lease was updated, or replaced, before a time, and while the reader is there."""
+        while (left := until - time.monotonic()) > 0 and not poll.poll(0):
+            try:
+                lease.wait(newer_than=updates, timeout=min(left, _WAIT))
+                return True
+            except WaitTimeoutError:
+                continue
+            except NotFoundError:
+                return True
+            except (TornError, PeerGoneError):  # nothing to be had now; whoever publishes it anew is heard of here
+                if lease.is_stale():
+                    return True
+                poll.poll(min(left, _WAIT) * 1000)
+        return False
 
     def end(self) -> None:
         """The connection is over: what it was getting, others may get."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from .. import driver as drivers
 from ..arrays import Array
@@ -17,32 +17,42 @@ from .engine import Offering, Reading, Span
 from .messages import Piece
 from .stock import host_view
 
+if TYPE_CHECKING:
+    from ..memory import Region
 
-def base_of(meta: Mapping[str, str]) -> tuple[int, bytes]:
-    """Return which version of its origin a replica has, and the digest of all of it; 0 and no bytes for none."""
-    version, content = meta.get("origin_version", ""), meta.get("origin_content", "")
+
+Base = tuple[int, int, bytes]  # a version, its updates in place, and the digest of all of it
+NO_BASE: Base = (0, 0, b"")
+
+
+def base_of(meta: Mapping[str, str]) -> Base:
+    """Return what of its origin a replica has."""
+    version, updates, content = (meta.get(f"origin_{what}", "0") for what in ("version", "updates", "content"))
     with contextlib.suppress(ValueError):
-        if len(found := bytes.fromhex(content)) == 16 and 0 < int(version) < 2**62:
-            return int(version), found
-    return 0, b""
+        if len(found := bytes.fromhex(content)) == 16 and 0 < int(version) < 2**62 and 0 <= int(updates) < 2**62:
+            return int(version), int(updates), found
+    return NO_BASE
 
 
 class Deltas:
-    """The current replica here as the base of deltas, and an engine that reads them; it owns a lease until it is
-    closed. Raises NotFoundError if another one is current by now, UnsupportedError without zstd."""
+    """The replica that is here as the base of deltas, and an engine that reads them: the current one, of which it owns
+    a lease until it is closed, or a `region` that nobody writes to meanwhile.
+    Raises NotFoundError if another one is current by now, UnsupportedError without zstd."""
 
     name = "delta"
 
-    def __init__(self, name: str, content: bytes, keeper: str) -> None:
+    def __init__(self, name: str, content: bytes, keeper: str, region: Region | None = None) -> None:
         zstd()
         self.content = content
         self._whole: tuple[Array, memoryview] | None = None
-        self._lease = attach(name, keeper=keeper)
+        self._lease = attach(name, keeper=keeper) if region is None else None
         try:
-            regions = [array.region for array in self._lease.values() if array.nbytes]
-            if base_of(self._lease.meta)[1] != content or not regions:
-                raise NotFoundError("the version before has been replaced meanwhile, or has no bytes")
-            self._region = regions[0]  # a replica is one
+            if self._lease is not None:
+                regions = [array.region for array in self._lease.values() if array.nbytes]
+                if base_of(self._lease.meta)[2] != content or not regions:
+                    raise NotFoundError("the version before has been replaced meanwhile, or has no bytes")
+                region = regions[0]  # a replica is one
+            self._region = cast("Region", region)
             if self._region.location == HOST:
                 self._whole = host_view(self._region)
         except BaseException:
@@ -63,7 +73,8 @@ class Deltas:
             (array, view), self._whole = self._whole, None
             view.release()
             array.close()
-        self._lease.close()
+        if self._lease is not None:
+            self._lease.close()
 
     def reaches(self, location: Location) -> bool:
         """Whether it writes to such a place."""

@@ -30,7 +30,7 @@ from ..sharing.descriptor import check_array_name, most_arrays
 from ..spec import printable
 from .digests import digest
 
-PROTOCOL = 4
+PROTOCOL = 5
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
@@ -40,6 +40,7 @@ AT_ONCE = 16  # digests in a message: each may have to be found out first, and a
 _MOST = 2**47  # bytes: what a process has addresses for
 
 _Size = Annotated[int, Meta(ge=0, le=_MOST)]
+_Count = Annotated[int, Meta(ge=0, lt=2**62)]
 _Number = Annotated[int, Meta(ge=0, lt=MAX_PIECES)]
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _Address = Annotated[str, Meta(max_length=300)]
@@ -96,15 +97,18 @@ class Refused(Struct, frozen=True, tag=True):
 class Open(Struct, frozen=True, tag=True):
     """A request to offer an entry; `layout` is the digest of what was opened before, and empty the first time.
     `puller` is the same on each connection of a reader, `serves` its address for others, `have` one bit a piece.
-    `base_version` is what the reader has of this entry, and `base` the digest of all of that; empty for none."""
+    `base_version` is what the reader has of this entry, and `base` the digest of all of that; empty for none. Of what
+    is updated in place, the number of the update goes with the version."""
 
     name: _Name
-    version: Annotated[int, Meta(ge=0, lt=2**62)]
+    version: _Count
+    updates: _Count
     puller: _Digest
     layout: Annotated[bytes, Meta(max_length=16)] = b""
     serves: _Address = ""
     have: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] = b""
-    base_version: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    base_version: _Count = 0
+    base_updates: _Count = 0
     base: _Content = b""
 
 
@@ -135,10 +139,11 @@ class Ask(Struct, frozen=True, tag=True):
 
 
 class Watch(Struct, frozen=True, tag=True):
-    """Tell me when the current version of a name is another one than this, within so many seconds."""
+    """Tell me when the current version of a name is another one than this, or updated, within so many seconds."""
 
     name: _Name
-    version: Annotated[int, Meta(ge=0, lt=2**62)]
+    version: _Count
+    updates: _Count
     seconds: Annotated[float, Meta(ge=0, le=60)]
 
 
@@ -153,12 +158,14 @@ class ArrayPlace(Struct, frozen=True, array_like=True):
 
 
 class Opened(Struct, frozen=True, tag=True):
-    """The layout of a replica. `extents` are (offset, bytes), ascending; all other bytes are zero. By engine, `offers`
-    has what the reader's half has to know, and `refusals` why it is not offered. With another `instance`, pieces that
-    arrived before are compared with their digests. `whole` says why there are no deltas to the reader's base."""
+    """The layout of a replica; `updates` is 0 for what is not updated in place. `extents` are (offset, bytes),
+    ascending; all other bytes are zero. By engine, `offers` has what the reader's half has to know, and `refusals` why
+    it is not offered. With another `instance`, pieces that arrived before are compared with their digests. `whole` says
+    why there are no deltas to the reader's base."""
 
     name: _Name
     version: Annotated[int, Meta(ge=1, lt=2**62)]
+    updates: _Count
     instance: _Digest
     nbytes: _Size
     extents: tuple[tuple[_Size, _Size], ...]
@@ -212,9 +219,10 @@ class Answer(Struct, frozen=True, tag=True):
 
 
 class Newest(Struct, frozen=True, tag=True):
-    """The current version; 0 if there is none."""
+    """The current version, 0 if there is none, and its last update in place."""
 
-    version: Annotated[int, Meta(ge=0, lt=2**62)]
+    version: _Count
+    updates: _Count = 0
 
 
 Message: TypeAlias = (
@@ -297,6 +305,6 @@ def check_layout(opened: Opened) -> tuple[Piece, ...]:
 
 def layout_digest(opened: Opened) -> bytes:
     """Return what two offers have in common exactly if one can go on where the other was broken off."""
-    layout: tuple[object, ...] = (opened.name, opened.version, opened.nbytes, opened.extents)
+    layout: tuple[object, ...] = (opened.name, opened.version, opened.updates, opened.nbytes, opened.extents)
     arrays = [(name, place.offset, place.nbytes, place.dtype, place.shape) for name, place in opened.arrays.items()]
     return digest(encode((layout, arrays, sorted(opened.meta.items()))))

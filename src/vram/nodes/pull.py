@@ -33,7 +33,7 @@ from ..memory import Region
 from ..spec import HOST, printable
 from . import messages as m
 from .connection import Connection, connect
-from .delta_engine import Deltas
+from .delta_engine import NO_BASE, Base, Deltas
 from .digests import content, digest
 from .engine import Engine, Reading, Span
 from .messages import Piece
@@ -65,7 +65,7 @@ class ReplacedError(NotFoundError):
 
 class Pull:
     """The transfer of one version (0: the current one) into memory of this process, within a ``with`` block.
-    `base` is the version that is here, and the digest of all of it.
+    `base` is what is here.
     `timeout` is seconds without progress, `rates` in bytes a second; `why` has by engine why it is unused or slow."""
 
     def __init__(
@@ -78,9 +78,10 @@ class Pull:
         timeout: float | None,
         engines: Sequence[Engine],
         share: bool,
-        base: tuple[int, bytes] = (0, b""),
+        base: Base = NO_BASE,
     ) -> None:
         self._address, self._key, self._name, self._version = address, key, name, version
+        self._updates = 0
         self._timeout = math.inf if timeout is None else timeout
         self._share = share
         self._engines = {engine.name: engine for engine in (*engines, TCP)}
@@ -123,12 +124,12 @@ class Pull:
         self._first, opened = self._reach()
         return opened
 
-    def use_deltas(self, keeper: str, why_not: str) -> None:
-        """Have what a keeper here has as the base of deltas, if there is a base and the carrier knows it."""
-        if not self._base[1] or why_not:
+    def use_deltas(self, keeper: str, why_not: str, region: Region | None = None) -> None:
+        """Have what a keeper here has, or a region, as the base of deltas, if the carrier knows it."""
+        if not self._base[2] or why_not:
             return
         try:
-            self._deltas = Deltas(self._name, self._base[1], keeper)
+            self._deltas = Deltas(self._name, self._base[2], keeper, region)
         except VramError as error:
             self.why["delta"] = printable(str(error))
 
@@ -305,7 +306,9 @@ class Pull:
                 self._server = Server(link.here, 0, self._key, self._give)
             serves = "" if self._server is None else self._server.address
             have = sum(1 << number for number in tuple(self._done)).to_bytes(-(-len(self._pieces) // 8), "little")
-            request = m.Open(self._name, self._version, self._reader, self._layout, serves, have, *self._base)
+            request = m.Open(
+                self._name, self._version, self._updates, self._reader, self._layout, serves, have, *self._base
+            )
             try:
                 opened = link.request(request, m.Opened, self._patience)
             except NotFoundError as error:
@@ -334,7 +337,7 @@ class Pull:
             )
         self._pieces = m.check_layout(opened)
         self.nbytes = sum(piece.nbytes for piece in self._pieces)
-        self._version, self._layout = opened.version, m.layout_digest(opened)
+        self._version, self._updates, self._layout = opened.version, opened.updates, m.layout_digest(opened)
         for name in self._engines.keys() - opened.offers.keys():
             self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
 
@@ -510,7 +513,7 @@ class Pull:
                     connection.send(m.refusal(NotFoundError(f"piece {number} is not here")), _GIVING)
                     continue
                 piece = self._pieces[number]
-                if asked.base and asked.base == self._base[1] and (packed := self._packed.get(number)) is not None:
+                if asked.base and asked.base == self._base[2] and (packed := self._packed.get(number)) is not None:
                     connection.send(m.PieceHead(number, piece.nbytes, len(packed)), _GIVING)
                     connection.send_bytes(memoryview(packed), _GIVING)
                     continue

@@ -43,8 +43,8 @@ class Replicated:
     ----------
     name, version : str, int
         The name to attach here.
-    origin, origin_version : str, int
-        The carrier it came from, and the version there.
+    origin, origin_version, origin_updates : str, int, int
+        The carrier it came from, the version there, and its last update in place (0 for what is not updated so).
     arrays, nbytes : int
         How many arrays, and the bytes that were transferred for them.
     seconds : float
@@ -77,6 +77,7 @@ class Replicated:
     from_peers: int = 0
     reconnected: int = 0
     delta_bytes: int = 0
+    origin_updates: int = 0
 
 
 @overload
@@ -199,8 +200,7 @@ def replicate(
     check_name(name)
     parse_address(address)
     location = Location.parse(device)
-    if type(streams) is not int or not 1 <= streams <= 64:
-        raise UsageError(f"streams must be 1 to 64 connections, not {streams!r:.40}")
+    check_streams(streams)
     if version is not None and (type(version) is not int or version < 1):
         raise UsageError(f"version must be a number from 1 on, not {version!r:.40}")
     share, if_missing = check_flag(share, "share"), check_flag(if_missing, "if_missing")
@@ -225,12 +225,19 @@ def replicate(
         return attach(name, keeper=client.path) if if_missing else done
 
 
+def check_streams(streams: object) -> int:
+    """Return a number of connections, or raise UsageError."""
+    if type(streams) is not int or not 1 <= streams <= 64:
+        raise UsageError(f"streams must be 1 to 64 connections, not {streams!r:.40}")
+    return streams
+
+
 def _replicate(
     pull: Pull, address: str, name: str, client: KeeperClient, location: Location, streams: int
 ) -> Replicated:
     opened = pull.open()
     pull.use_deltas(client.path, opened.whole)
-    meta = _with_origin(opened, address)
+    meta = with_origin(opened, address)
     nbytes = max(opened.nbytes, 1)  # an entry of empty arrays has memory, too
     client.offer(name, nbytes, meta=meta)
     began = time.monotonic()
@@ -241,26 +248,38 @@ def _replicate(
     seconds = time.monotonic() - began
     check_origin(client, name, address)  # others may have published it meanwhile
     meta["origin_content"] = pull.content()
-    arrays = {
+    arrays = entries(opened)
+    published = publish_loaded(client, name, region, arrays, meta=meta, writable=False, ttl=None, updatable=False)
+    pull.linger()
+    return result(pull, opened, address, published.version, seconds)
+
+
+def entries(opened: m.Opened) -> dict[str, ArrayEntry]:
+    """Return the arrays of a replica, in its one memory."""
+    return {
         called: ArrayEntry(0, place.offset, place.nbytes, place.dtype, place.shape)
         for called, place in opened.arrays.items()
     }
-    published = publish_loaded(client, name, region, arrays, meta=meta, writable=False, ttl=None, updatable=False)
-    pull.linger()
+
+
+def result(pull: Pull, opened: m.Opened, address: str, version: int, seconds: float) -> Replicated:
+    """Return how a replica came, which is this version here."""
     return Replicated(
-        name, published.version, address, opened.version, len(arrays), pull.nbytes, seconds, pull.engine, pull.rates,
-        pull.why, pull.from_peers, pull.reconnected, pull.delta_bytes,
+        opened.name, version, address, opened.version, len(opened.arrays), pull.nbytes, seconds, pull.engine,
+        pull.rates, pull.why, pull.from_peers, pull.reconnected, pull.delta_bytes, opened.updates,
     )  # fmt: skip
 
 
-def _with_origin(opened: m.Opened, address: str) -> dict[str, str]:
+def with_origin(opened: m.Opened, address: str) -> dict[str, str]:
     """Return the metadata of a replica: the origin's own, its address and version, and room for the content digest."""
     try:
         meta = check_meta(opened.meta)
     except UsageError as error:
         raise ProtocolError(f"{address} says of {opened.name!r} what no entry can say: {error}") from None
     room = "0" * 32  # for what is known once all has come
-    return check_meta({**meta, "origin": address, "origin_version": str(opened.version), "origin_content": room})
+    updates = {"origin_updates": str(opened.updates)} if opened.updates else {}
+    known = {"origin": address, "origin_version": str(opened.version), "origin_content": room, **updates}
+    return check_meta({**meta, **known})
 
 
 def check_origin(client: KeeperClient, name: str, address: str) -> dict[str, str]:

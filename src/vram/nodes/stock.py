@@ -45,7 +45,7 @@ class Stock:
         self._digests: dict[int, bytes] = {}  # by piece
         self.spans: tuple[Span, ...] = ()
         try:
-            with lease.reading() if lease.updatable else contextlib.nullcontext():
+            with lease.reading() if lease.updatable else contextlib.nullcontext(0) as self.updates:
                 extents = self._lay_out({name: lease[name] for name in lease})
                 if lease.updatable or lease._attachment.writable:
                     extents = self._copied(extents)

@@ -1,0 +1,102 @@
+"""A replica that is updated in place, as its origin goes on: one version here, in two slots.
+
+What is new is pulled into the slot that is not current, by deltas to the one that is. So no reader waits, none sees a
+piece that was not checked, and nothing is torn when a transfer breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..arrays.views import close_when_unused
+from ..entries.keepers import current_of
+from ..entries.publish import publish_loaded
+from ..entries.update import update
+from ..memory import Region
+from ..memory.long_work import long_work
+from . import messages as m
+from .delta_engine import NO_BASE, Base
+from .pull import Pull, ReplacedError
+from .replicate import Replicated, check_origin, entries, result, with_origin
+
+if TYPE_CHECKING:
+    from ..keeper.client import KeeperClient
+    from ..spec import Location
+    from .engine import Engine
+
+
+class InPlace:
+    """The replica of one name, which this process alone updates. `secret` is the key's bytes."""
+
+    def __init__(
+        self, address: str, secret: bytes, name: str, client: KeeperClient, location: Location, *, streams: int,
+        timeout: float | None, engines: Sequence[Engine], share: bool,
+    ) -> None:  # fmt: skip
+        self._address, self._secret, self._name, self._client = address, secret, name, client
+        self._location, self._streams, self._timeout = location, streams, timeout
+        self._engines, self._share = engines, share
+        self._base: Base = NO_BASE
+        self._version = 0  # here
+        self._layout: object = None
+        self._regions: list[Region] = []
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The version of the origin that is here, and its updates; (0, 0) for none."""
+        row = current_of(self._client, self._name) if self._version else None
+        if row is None or row.version != self._version:
+            self._base = NO_BASE
+        return self._base[:2]
+
+    def renew(self) -> Replicated:
+        """Pull what is current there, and have it here."""
+        while True:
+            with contextlib.suppress(ReplacedError):  # else: once more, with what is current now
+                is_here = self.state != (0, 0)
+                with Pull(
+                    self._address, self._secret, self._name, 0, timeout=self._timeout, engines=self._engines,
+                    share=self._share, base=self._base,
+                ) as pull:  # fmt: skip
+                    opened = pull.open()
+                    layout = opened.nbytes, opened.extents, opened.arrays, opened.meta
+                    began = time.monotonic()
+                    if is_here and layout == self._layout:
+                        self._update(pull, opened)
+                    else:
+                        self._publish(pull, opened)
+                    self._layout = layout
+                    self._base = opened.version, opened.updates, bytes.fromhex(pull.content())
+                    pull.linger()
+                    return result(pull, opened, self._address, self._version, time.monotonic() - began)
+
+    def _update(self, pull: Pull, opened: m.Opened) -> None:
+        # A reader that stays in its section of the version before the last is named by the error.
+        with update(self._name, timeout=self._timeout, keeper=self._client.path) as arrays:
+            (into,) = {arrays[name].region for name in arrays}  # all of them are written
+            base = self._regions[self._regions.index(into) - 1]
+            pull.use_deltas(self._client.path, opened.whole, base)
+            with long_work(f"updating {self._name}", pull.nbytes, pull.arrived):
+                pull.fill(into, self._streams)
+
+    def _publish(self, pull: Pull, opened: m.Opened) -> None:
+        meta = with_origin(opened, self._address)
+        for what in ("origin_version", "origin_updates", "origin_content"):  # which do not stay so
+            meta.pop(what, None)
+        nbytes = max(opened.nbytes, 1)
+        self._client.offer(self._name, 2 * nbytes, handles=2, meta=meta)
+        self._regions = [
+            Region.create(self._location, capacity=nbytes, nbytes=nbytes, inherited=False, managed=True)
+            for _ in range(2)
+        ]
+        with long_work(f"replicating {self._name}", pull.nbytes, pull.arrived):
+            pull.fill(self._regions[0], self._streams)
+        check_origin(self._client, self._name, self._address)  # others may have published it meanwhile
+        published = publish_loaded(
+            self._client, self._name, self._regions[0], entries(opened), meta=meta, writable=False, ttl=None,
+            updatable=True, spare=self._regions[1],
+        )  # fmt: skip
+        close_when_unused(self._regions[1])
+        self._version = published.version
