@@ -64,21 +64,10 @@ class Scene:
         exported = PhysicalAllocation.create(driver, G, HERE)
         exported.export()
         streams = [driver.stream_create(HERE), driver.stream_create(HERE)]
-        pinned = np.zeros(4096, "uint8")
-        scene = cls(
-            driver,
-            allocation,
-            reservation,
-            mapping,
-            region,
-            array,
-            exported,
-            streams,
-            driver.event_create(HERE),
-            pinned,
-        )
-        driver._ways.clear()  # so that what is asked only once is asked again
-        driver._least = 0
+        event, pinned = driver.event_create(HERE), np.zeros(4096, "uint8")
+        scene = cls(driver, allocation, reservation, mapping, region, array, exported, streams, event, pinned)
+        driver.memory._ways.clear()  # so that what is asked only once is asked again
+        driver.memory._least = 0
         return scene
 
     def keep(self, thing: Any) -> None:
@@ -94,7 +83,7 @@ class Scene:
         return (
             driver.live(),
             counts,
-            [sorted(books) for books in (driver._streams, driver._events, driver._registered)],
+            [sorted(table.out) for table in (driver.work.streams, driver.work.events, driver.work.registered)],
             {handle._id: handle.holders() for handle in lifetime.live()},
             len(os.listdir("/proc/self/fd")),
             (self.region.nbytes, self.region.chunks, self.region.access, self.region.mapped),
@@ -228,21 +217,13 @@ def take_back_what_is_noted(driver: CudaDriver, before: dict[str, set[int]]) -> 
     return sum(map(len, extra.values()))
 
 
-UNDO = {
-    "handles": "mem_release",
-    "streams": "stream_destroy",
-    "events": "event_destroy",
-    "registered": "host_unregister",
-}
+UNDO = {"handles": "mem_release", "streams": "stream_destroy", "events": "event_destroy",
+        "registered": "host_unregister"}  # fmt: skip
 
 
-def books_of(driver: CudaDriver) -> dict[str, dict[int, Any]]:
-    return {
-        "handles": driver._books.handles,
-        "streams": driver._streams,
-        "events": driver._events,
-        "registered": driver._registered,
-    }
+def books_of(driver: CudaDriver) -> dict[str, Any]:
+    tables = {name: getattr(driver.work, name).out for name in ("streams", "events", "registered")}
+    return {"handles": driver.books.handles, **tables}
 
 
 def current() -> int:
@@ -350,9 +331,9 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(operation: str, cod
 
 def warm(here: Scene, nth: int) -> None:
     """Forget what the driver looked up, so that the next try asks as many questions as the first."""
-    here.driver._ways.clear()
-    here.driver._support.clear()
-    here.driver._grants.clear()
+    here.driver.memory._ways.clear()
+    here.driver.capabilities._support.clear()
+    here.driver.memory._grants.clear()
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -132,8 +132,9 @@ def state(s: Scene) -> object:
     return (
         counts,
         driver.live(),
-        sorted((w.address, w.nbytes, w.kind) for w in driver._windows.values()),
-        [sorted(books) for books in (driver._pools, driver._pointers, driver._events, driver._streams)],
+        sorted((w.address, w.nbytes, w.kind) for w in driver.foreign.windows.values()),
+        sorted(driver.foreign.pointers),
+        [sorted(table.out) for table in (driver.sharing.pools, driver.work.events, driver.work.streams)],
         sorted(handle.label for handle in lifetime.live()),
         len(os.listdir("/proc/self/fd")),
     )
@@ -142,7 +143,7 @@ def state(s: Scene) -> object:
 def take_back_what_is_noted(windows: set[int], books: dict[str, list[int]]) -> int:
     """Take back what the driver could not while it unwound, and said so; return how many there were."""
     driver: Any = drivers.get(HERE)
-    extra = [window for number, window in tuple(driver._windows.items()) if number not in windows]
+    extra = [window for number, window in tuple(driver.foreign.windows.items()) if number not in windows]
     for window in extra:
         if window.kind == "ipc":
             driver.ipc_close(window.address)
@@ -151,11 +152,11 @@ def take_back_what_is_noted(windows: set[int], books: dict[str, list[int]]) -> i
         else:
             pytest.fail("a window is closed without the driver")
     count = len(extra)
-    for name, undo in (("_events", "event_destroy"), ("_streams", "stream_destroy")):
-        for number in set(getattr(driver, name)) - set(books[name]):
+    for name, undo in (("events", "event_destroy"), ("streams", "stream_destroy")):
+        for number in set(getattr(driver.work, name).out) - set(books[name]):
             getattr(driver, undo)(number)
             count += 1
-    for handle in set(driver._books.handles) - set(books["handles"]):
+    for handle in set(driver.books.handles) - set(books["handles"]):
         driver.mem_release(handle)
         count += 1
     return count
@@ -163,8 +164,8 @@ def take_back_what_is_noted(windows: set[int], books: dict[str, list[int]]) -> i
 
 def books() -> dict[str, list[int]]:
     driver: Any = drivers.get(HERE)
-    found = {name: list(getattr(driver, name)) for name in ("_events", "_streams")}
-    return {**found, "_pools": driver._pools.all(), "handles": list(driver._books.handles)}
+    found = {name: list(getattr(driver.work, name).out) for name in ("events", "streams")}
+    return {**found, "pools": list(driver.sharing.pools.out), "handles": list(driver.books.handles)}
 
 
 def forget_looks() -> None:
@@ -181,7 +182,7 @@ def test_a_failed_call_leaves_nothing_i4(make: Callable[..., Scene], operation: 
         if nth > 60:
             pytest.fail("it does not come to an end")
         forget_looks()
-        before, known, windows = state(here), books(), set(here.driver._windows)
+        before, known, windows = state(here), books(), set(here.driver.foreign.windows)
         came = attempt(act, here, nth, code, forever)
         gc.collect()
         stuck = take_back_what_is_stuck(UsageError)

@@ -373,7 +373,7 @@ def test_graphs_are_launched_again_with_new_data() -> None:
         mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         plans = [("bfloat16", "sum", 4096), ("bfloat16", "sum", 300_000), ("int32", "max", 20_000)]
         for rank, stream in enumerate(two.streams):
-            call("cuCtxSetCurrent", two.driver._devices.device(two.gpus[rank]).context)
+            call("cuCtxSetCurrent", two.driver.devices.device(two.gpus[rank]).context)
             call("cuStreamBeginCapture", stream, mode)
             for turn in range(21):
                 dtype, op, nbytes = plans[turn % 3]
@@ -561,7 +561,7 @@ def test_large_gathers_and_broadcasts_are_copies_in_graphs_as_well() -> None:
         assert np.array_equal(got(rows[0], nbytes, "bytes"), data[1])
         graphs = []
         for rank, (space, stream) in enumerate(zip(two.spaces, two.streams, strict=True)):
-            api.cuCtxSetCurrent(two.driver._devices.device(two.gpus[rank]).context)
+            api.cuCtxSetCurrent(two.driver.devices.device(two.gpus[rank]).context)
             assert not int(
                 api.cuStreamBeginCapture(stream, api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)[0]
             )

@@ -186,10 +186,10 @@ def test_s10_a_consumers_stream_waits_for_ours(torch: Any) -> None:
 @pytest.mark.usefixtures("two_gpus")  # there must be one that is not used
 def test_no_context_on_a_gpu_that_is_not_used() -> None:
     driver: Any = drivers.get(GPU)
-    used = [device.is_used for device in driver._devices.all[1:]]
+    used = [device.is_used for device in driver.devices.all[1:]]
     with vram.zeros(1 << 20, device=GPU) as a:
         a.fill(1)
-    assert [device.is_used for device in driver._devices.all[1:]] == used
+    assert [device.is_used for device in driver.devices.all[1:]] == used
 
 
 def test_the_books_are_empty() -> None:

@@ -84,7 +84,7 @@ def test_memory_for_rdma_says_so_at_its_address(cuda: Any, granule: int, mapped:
     works(cuda, "gpu_direct_rdma")
     spec = AllocationSpec(granule, GPU, FD, AllocationFlags.GPU_DIRECT_RDMA)
     with PhysicalAllocation.create(cuda, spec) as memory, MemoryMapping.map(mapped, 0, memory) as mapping:
-        assert attribute(cuda._call, IS_GPU_DIRECT_RDMA_CAPABLE, mapping.address) == 1
+        assert attribute(cuda.bindings, IS_GPU_DIRECT_RDMA_CAPABLE, mapping.address) == 1
 
 
 # -- handles of CUDA's own, and rights --------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def test_what_a_dead_process_sent_is_refused_also_where_its_memory_is_open(path:
 
 @pytest.mark.standin
 def test_what_was_copied_while_its_maker_died_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = type(drivers.get(GPU))
+    driver = drivers.get(GPU)
     really = driver.copy
     with last_words("ipc", path, "cuda:0", b"words") as (process, transport):
         monkeypatch.setattr(driver, "copy", lambda *arguments: (really(*arguments), killed(process)))

@@ -79,6 +79,6 @@ def devices(pipe: Connection) -> None:
     with vram.empty(1 << 20, device="cuda:0") as a:
         (allocation,), _ = a.region.segments(0, a.nbytes)
         os.fstat(allocation.export())
-        before = [device.is_used for device in driver._devices.all]
+        before = [device.is_used for device in driver.devices.all]
         a.fill(1)
-        pipe.send((before, [device.is_used for device in driver._devices.all]))
+        pipe.send((before, [device.is_used for device in driver.devices.all]))

@@ -73,7 +73,7 @@ def met_in_capture(at: str, pipe: Connection, rank: int, size: int, kind: str) -
     gpu, count = vram.spec.Location("cuda", rank), 3000
     driver: Any = drivers.get(gpu)
     driver.mem_info(gpu)
-    api.cuCtxSetCurrent(driver._devices.device(gpu).context)
+    api.cuCtxSetCurrent(driver.devices.device(gpu).context)
     stream = driver.stream_create(gpu)
     freed: list[int] = []
     held: list[vram.Array] = []

@@ -115,22 +115,11 @@ class Hand:
         return "", ""
 
     def start_reading(self, path: str, **options: Any) -> str:
-        """Borrow and read at once, in another thread, without waiting for it: the work that fills the memory may be
-        undone for as long as the caller likes.
-
-        Returns
-        -------
-        str
-            What that thread came to first: ``"waits"`` for an event, or ``"read"``, without having waited for any.
-        """
+        """Borrow and read in another thread, while the work that fills the memory is undone for as long as the caller
+        likes. Return the thread's first step: ``"waits"`` for an event, or ``"read"`` without any wait."""
         driver: Any = drivers.get(Location("cuda"))
         came: queue.SimpleQueue[str] = queue.SimpleQueue()
-        kind = type(driver)
-        real = kind.event_synchronize
-
-        def waits(self: Any, event: int) -> None:
-            came.put("waits")
-            real(self, event)
+        real = driver.event_synchronize
 
         def run() -> None:
             try:
@@ -140,13 +129,13 @@ class Hand:
                 self._found.append(error)
             came.put("read")
 
-        kind.event_synchronize = waits
+        driver.event_synchronize = lambda event: (came.put("waits"), real(event))[1]
         try:
             self._reader = threading.Thread(target=run)
             self._reader.start()
             return came.get(timeout=30)
         finally:
-            kind.event_synchronize = real
+            driver.event_synchronize = real
 
     def end_reading(self) -> Any:
         """Return what the thread of :meth:`start_reading` read."""

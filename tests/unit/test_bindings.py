@@ -74,25 +74,25 @@ def test_the_bindings_are_wrong_in_nothing_but_what_is_known(stranger: CudaStran
 def test_what_is_read_past_them_is_what_the_driver_says(stranger: CudaStranger, kind: str) -> None:
     driver: Any = drivers.get(Location("cuda"))
     address = made(stranger, kind)
-    asked = partial(attributes, driver._call, (2, ORDINAL, 14))
+    asked = partial(attributes, driver.bindings, (2, ORDINAL, 14))
     memory_type, ordinal, kinds = asked(address)
     assert (memory_type, ordinal) == (1 if kind == "pinned" else 2, stranger.ordinal)
     assert kinds == (1 if kind in ("mapped", "pooled") else 0)
-    assert attribute(driver._call, ORDINAL, address) == driver.ordinal_of(address) == stranger.ordinal
+    assert attribute(driver.bindings, ORDINAL, address) == driver.ordinal_of(address) == stranger.ordinal
 
 
 def test_an_address_that_the_driver_does_not_know(stranger: CudaStranger) -> None:
     driver: Any = drivers.get(Location("cuda"))
-    assert attributes(driver._call, (2, ORDINAL), id(stranger)) == [0, -2]
+    assert attributes(driver.bindings, (2, ORDINAL), id(stranger)) == [0, -2]
     with pytest.raises(DriverError, match="INVALID_VALUE"):
-        attribute(driver._call, ORDINAL, id(stranger))
+        attribute(driver.bindings, ORDINAL, id(stranger))
 
 
 @pytest.mark.parametrize("number", [0, -1, 1 << 64, "beyond"])
 def test_an_address_is_not_cut_to_64_bits(stranger: CudaStranger, number: int | str) -> None:
     driver: Any = drivers.get(Location("cuda"))
     address = number if isinstance(number, int) else stranger.legacy(4096) + (1 << 64)
-    for ask in (partial(attributes, driver._call, (ORDINAL,)), driver.ordinal_of, driver.pointer_identity):
+    for ask in (partial(attributes, driver.bindings, (ORDINAL,)), driver.ordinal_of, driver.pointer_identity):
         with pytest.raises(UsageError):
             ask(address)
 

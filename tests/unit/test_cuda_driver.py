@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from vram import driver as drivers
 from vram.arrays import Array
 from vram.driver.cuda import CudaDriver, failures
 from vram.driver.cuda.devices import _current_node
-from vram.driver.protocol import MemoryProperties
+from vram.driver.protocol import DeviceMemory, Driver, MemoryProperties
 from vram.errors import (
     AddressSpaceError,
     DeviceLostError,
@@ -54,6 +55,15 @@ def control() -> Iterator[standin.Standin]:
     found.clear()
     yield found
     found.clear()
+
+
+def test_the_parts_have_every_call_and_do_not_know_the_driver() -> None:
+    driver = CudaDriver()
+    calls = {name for one in (Driver, DeviceMemory) for name in vars(one) if not name.startswith("_")} - {"name"}
+    assert [name for name in calls if not callable(getattr(driver, name, None))] == []
+    gone = weakref.ref(driver)
+    del driver  # without the collector: bound methods of the parts are no cycle
+    assert gone() is None
 
 
 def child(script: str, python: tuple[str, ...] = (), **settings: object) -> str:
@@ -101,7 +111,7 @@ def lost_by_the_manual() -> tuple[set[int], set[int]]:
 
 # -- errors of the driver -----------------------------------------------------------------------------------------
 def test_every_status_has_a_name_and_words(cuda: CudaDriver, control: standin.Standin) -> None:
-    codes = [int(code) for code in cuda._api.CUresult if int(code)]
+    codes = [int(code) for code in cuda.bindings.api.CUresult if int(code)]
     assert len(codes) > 90
     lost, _ = lost_by_the_manual()
     assert len(lost) >= 12
@@ -391,8 +401,8 @@ metadata.version = lambda name: "12.8.0" if name == "cuda-bindings" else version
 
 def test_a_function_that_the_bindings_lack(cuda: CudaDriver) -> None:
     with pytest.raises(UnsupportedError, match=r"cuda-bindings that know it; have cuda-bindings 1[23]\."):
-        cuda._call("cuTimeTravel")
-    assert not cuda._call.has("cuTimeTravel")
+        cuda.bindings("cuTimeTravel")
+    assert not cuda.bindings.has("cuTimeTravel")
 
 
 # -- support ------------------------------------------------------------------------------------------------------
@@ -455,7 +465,7 @@ with PhysicalAllocation.create(cuda, G, GPU) as memory:
         cuda.device_info(OTHER), cuda.support(GPU), cuda.synchronize(GPU), cuda.synchronize(OTHER)
         print(contexts())
         cuda.fill(region.address, 3, G)
-        print(contexts(), [device.is_used for device in cuda._devices.all])
+        print(contexts(), [device.is_used for device in cuda.devices.all])
         region.close()
         cuda.synchronize(OTHER)
 print(contexts())
@@ -496,7 +506,7 @@ def everything(cuda: CudaDriver) -> None:
 
 def test_threads_without_a_context_can_do_everything(cuda: CudaDriver) -> None:
     def work() -> None:
-        api = cuda._api
+        api = cuda.bindings.api
         assert int(api.cuCtxGetCurrent()[1]) == 0
         everything(cuda)
         assert int(api.cuCtxGetCurrent()[1]) == 0
@@ -505,7 +515,7 @@ def test_threads_without_a_context_can_do_everything(cuda: CudaDriver) -> None:
 
 
 def test_a_copy_is_put_on_a_stream_of_whoever_made_it(cuda: CudaDriver, control: standin.Standin) -> None:
-    api = cuda._api
+    api = cuda.bindings.api
     with vram.zeros(8, "uint8", device="cuda:0") as one, vram.zeros(8, "uint8", device="cuda:0") as two:
         one[:] = 5
 
@@ -513,7 +523,7 @@ def test_a_copy_is_put_on_a_stream_of_whoever_made_it(cuda: CudaDriver, control:
 
         def work() -> None:
             nonlocal gone
-            api.cuCtxSetCurrent(cuda._devices.device(GPU).context)
+            api.cuCtxSetCurrent(cuda.devices.device(GPU).context)
             gone = int(api.cuStreamCreate(1)[1])
             control.defer()
             cuda.launch_copy(two.address, one.address, 8, gone, GPU)
@@ -547,8 +557,8 @@ def test_a_stream_says_whether_it_captures(cuda: CudaDriver, control: standin.St
 
 def test_the_context_of_the_thread_is_as_before(cuda: CudaDriver, control: standin.Standin) -> None:
     def work() -> None:
-        api = cuda._api
-        mine = int(cuda._devices.all[1].context)
+        api = cuda.bindings.api
+        mine = int(cuda.devices.all[1].context)
         api.cuCtxPushCurrent(mine)
         everything(cuda)
         assert int(api.cuCtxGetCurrent()[1]) == mine

@@ -126,22 +126,22 @@ def test_the_host_has_no_events() -> None:
 
 # -- lifetime -------------------------------------------------------------------------------------------------------
 def test_i1_an_event_is_given_back_once_and_after_what_needs_it(driver: Any) -> None:
-    before = len(driver._events)
+    before = len(driver.work.events.out)
     event = Event.create(driver, HERE)
     claim = event.handle.claim("somebody")
     with pytest.raises(vram.errors.BusyError, match="somebody"):
         event.close(strict=True)
     event.close()
-    assert len(driver._events) == before + 1
+    assert len(driver.work.events.out) == before + 1
     claim.release()
-    assert len(driver._events) == before
+    assert len(driver.work.events.out) == before
 
 
 def test_i2_a_forgotten_event_is_given_back_and_said(driver: Any) -> None:
-    before = len(driver._events)
+    before = len(driver.work.events.out)
     with pytest.warns(LeakWarning, match="event on cuda:0 was not closed"):
         Event.create(driver, HERE)
-    assert len(driver._events) == before
+    assert len(driver.work.events.out) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -213,13 +213,13 @@ def test_when_the_driver_has_no_more_the_caller_synchronises(driver: Any, stream
 
 def test_a_failure_leaves_nothing_and_disturbs_nobody(driver: Any, streams: list[int]) -> None:
     faulty = FaultyDriver(driver)
-    before = driver._events.copy()
+    before = driver.work.events.out.copy()
     with EventPool(faulty, HERE) as pool:
         for method in ("event_create", "event_record"):
             with faulty.inject(method), pytest.raises(DriverError):
                 pool.on(streams[0])
             assert len(pool) == 0
-            assert driver._events == before
+            assert driver.work.events.out == before
         first = pool.on(streams[0])
         for method in ("stream_wait", "event_record"):
             with faulty.inject(method), pytest.raises(DriverError):
@@ -230,4 +230,4 @@ def test_a_failure_leaves_nothing_and_disturbs_nobody(driver: Any, streams: list
             pool.on(stream)
         driver.stream_destroy(stream)
         assert len(pool) == 1
-    assert driver._events == before
+    assert driver.work.events.out == before

@@ -101,7 +101,7 @@ with PhysicalAllocation.import_fabric(cuda, bytes.fromhex(sys.argv[1]), 2 << 20,
         cuda.copy_in(region.address, memoryview(b"theirs"))
         print(found.decode(), region.get_access().letters)
     try:
-        cuda._place_of_memory(cuda.mem_native_handle(there.driver_handle))
+        cuda.sharing._place_of_memory(cuda.mem_native_handle(there.driver_handle))
     except UnsupportedError as error:
         print(error)
 """

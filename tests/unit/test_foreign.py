@@ -205,7 +205,7 @@ def test_i2_forgotten_regions_are_closed(driver: Any, stranger: CudaStranger, th
     Knot()
     gc.collect()
     assert {handle.label for handle in live()} == before
-    assert not driver._windows
+    assert not driver.foreign.windows
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

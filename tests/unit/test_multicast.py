@@ -446,7 +446,7 @@ with (
 ):
     thing.bind(first)
     thing.bind((view.address, G))
-print(sorted(name for name in cuda._call._functions if "Bind" in name))
+print(sorted(name for name in cuda.bindings._functions if "Bind" in name))
 """
 
 
@@ -456,7 +456,7 @@ def test_binds_take_a_device_from_13_1_on(driver: Any, version: int, ending: str
         [sys.executable, "-c", BINDS], capture_output=True, text=True, timeout=300, check=False,
         env=standin.child_environment(driver_version=version),
     )  # fmt: skip
-    ending = ending if driver._call.has("cuMulticastBindMem_v2") else ""
+    ending = ending if driver.bindings.has("cuMulticastBindMem_v2") else ""
     assert done.stdout == f"{[f'cuMulticastBind{one}{ending}' for one in ('Addr', 'Mem')]}\n", done.stderr
 
 

@@ -321,8 +321,8 @@ def test_a_gpu_has_its_context_before_its_memory_is_registered(
     """UCX refuses it otherwise: seen on NIXL 1.5.1 with an array that nobody had touched yet."""
     log: list[str] = []
     driver: Any = drivers.get(GPU)
-    plain = type(driver).mem_info
-    monkeypatch.setattr(type(driver), "mem_info", lambda self, at: (log.append(f"context of {at}"), plain(self, at))[1])
+    plain = driver.mem_info
+    monkeypatch.setattr(driver, "mem_info", lambda at: (log.append(f"context of {at}"), plain(at))[1])
     network.refuses_kind = lambda kind, row: (log.append(f"{kind} of {row[2]}"), False)[1]
     with offered_of_gpu(Nixl(trusted=True)) as (offering, _):
         read_to_gpu(Nixl(trusted=True), offering)

@@ -94,7 +94,7 @@ def _all(driver: CudaDriver, root: Path) -> Iterator[Finding]:
     supported, bindings = driver.versions
     yield Finding(
         area="gpu", check="driver", verdict="ok",
-        said=f"NVIDIA driver {driver.release or '(release unknown)'} for CUDA {supported}, "
+        said=f"NVIDIA driver {driver.release() or '(release unknown)'} for CUDA {supported}, "
         + format_count(driver.device_count(), "GPU"),
     )  # fmt: skip
     wrong = driver.misread_attributes()

@@ -80,7 +80,7 @@ def reserved() -> list[tuple[str, int, int, list[tuple[int, int]]]]:
     A span is the offset in bytes at which a mapping begins, and that at which it ends."""
     found = []
     for name, made in _drivers.copy().items():
-        books = getattr(made, "_books", None)  # drivers of others need have none
+        books = getattr(made, "books", None)  # drivers of others need have none
         if books is None:
             continue
         for place in list(books.reservations.at.copy().values()):

@@ -68,7 +68,7 @@ class HostDriver:
     name = "host"
 
     def __init__(self) -> None:
-        self._books = HostBooks()
+        self.books = HostBooks()
         self._available = AvailableMemory()
 
     # -- devices ------------------------------------------------------------------------------------------------
@@ -112,25 +112,25 @@ class HostDriver:
         base = reserve(nbytes, alignment or GRANULARITY, address)
         if base == -1:
             raise libc.failure(f"mmap of {nbytes} bytes of addresses")
-        self._books.reservations.add(Reservation(base, nbytes))
+        self.books.reservations.add(Reservation(base, nbytes))
         return base
 
     def address_free(self, address: int, nbytes: int) -> None:
-        if self._books.late:
-            self._books.catch_up()
-        reservation = self._books.reserved("address_free", address, nbytes)
+        if self.books.late:
+            self.books.catch_up()
+        reservation = self.books.reserved("address_free", address, nbytes)
         inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
             # The thread that works on them unmaps them next, and then frees the reservation.
-            if self._books.late.setdefault(reservation, me := object()) is not me:
+            if self.books.late.setdefault(reservation, me := object()) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
             reservation.is_leaving = True
-            self._books.catch_up()
+            self.books.catch_up()
         elif inside:
             raise UsageError(
                 f"address_free({address:#x}, {nbytes}): {len(inside)} mappings are in it; unmap them first"
             )
-        elif not self._books.free(reservation):
+        elif not self.books.free(reservation):
             if ctypes.get_errno():
                 raise libc.failure(f"munmap({address:#x}, {nbytes})")
             raise UsageError(
@@ -138,7 +138,7 @@ class HostDriver:
             )
 
     def address_zero(self, address: int, nbytes: int) -> None:
-        reservation = self._books.reserved("address_zero", address, nbytes)
+        reservation = self.books.reserved("address_zero", address, nbytes)
         if reservation.mappings.at:
             raise UsageError(f"address_zero({address:#x}, {nbytes}): something is mapped in it already")
         if not read_zeros(reservation):
@@ -146,35 +146,31 @@ class HostDriver:
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(
-        self,
-        nbytes: int,
-        location: Location,
-        handle_kinds: HandleKind,
-        flags: AllocationFlags = AllocationFlags.NONE,
+        self, nbytes: int, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
     ) -> int:
         check_flags(flags)
-        return self._create("mem_create", nbytes, location, handle_kinds, self._books.new_handle)
+        return self._create("mem_create", nbytes, location, handle_kinds, self.books.new_handle)
 
     def mem_release(self, handle: int) -> None:
-        memory = self._books.handles.pop(handle, None)
+        memory = self.books.handles.pop(handle, None)
         if memory is None:
             raise UsageError(f"mem_release({handle}): no such handle; each is released once")
         memory.drop(handle)
 
     def mem_retain(self, address: int) -> int:
-        return self._books.new_handle(self._books.mapping_at("mem_retain", address).memory)
+        return self.books.new_handle(self.books.mapping_at("mem_retain", address).memory)
 
     def mem_properties(self, handle: int) -> MemoryProperties:
-        memory = self._books.memory("mem_properties", handle)
+        memory = self.books.memory("mem_properties", handle)
         return MemoryProperties(HOST, memory.kinds, memory.nbytes)
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        memory = self._books.whole_memory("mem_map", nbytes, offset, handle)
+        memory = self.books.whole_memory("mem_map", nbytes, offset, handle)
         self._map("mem_map", address, memory, access=Access.NONE, private=False)
 
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        memory = self._books.whole_memory("mem_map_private", nbytes, offset, handle)
+        memory = self.books.whole_memory("mem_map_private", nbytes, offset, handle)
         self._map("mem_map_private", address, memory, access=Access.NONE, private=True)
 
     def mem_drop_writes(self, address: int, nbytes: int) -> None:
@@ -198,16 +194,9 @@ class HostDriver:
         return False
 
     def mem_map_new(
-        self,
-        address: int,
-        nbytes: int,
-        location: Location,
-        handle_kinds: HandleKind,
-        access: Access,
-        flags: AllocationFlags = AllocationFlags.NONE,
-        *,
-        inherited: bool = True,
-    ) -> None:
+        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE, *, inherited: bool = True,
+    ) -> None:  # fmt: skip
         if type(access) is not Access:
             check_access("mem_map_new", access)
         if flags is not AllocationFlags.NONE:
@@ -227,11 +216,11 @@ class HostDriver:
         self._import("mem_map_import", fd, kind, nbytes, put)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        if self._books.late:
-            self._books.catch_up()
-        taken = self._books.take(address, nbytes)
+        if self.books.late:
+            self.books.catch_up()
+        taken = self.books.take(address, nbytes)
         try:
-            if not self._books.unmap(taken, address, nbytes):
+            if not self.books.unmap(taken, address, nbytes):
                 raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         except BaseException:
             give_back(taken)
@@ -243,8 +232,8 @@ class HostDriver:
             raise UsageError("mem_set_access: no location was named")
         for location in locations:
             check_location(location)
-        due = self._books.whole("mem_set_access", address, nbytes, gaps=False)
-        code = self._books.protect(due, address, nbytes, access)
+        due = self.books.whole("mem_set_access", address, nbytes, gaps=False)
+        code = self.books.protect(due, address, nbytes, access)
         if not code:
             return
         if code == errno.EACCES:
@@ -253,48 +242,48 @@ class HostDriver:
 
     def mem_get_access(self, address: int, location: Location) -> Access:
         check_location(location)
-        return self._books.mapping_at("mem_get_access", address).access
+        return self.books.mapping_at("mem_get_access", address).access
 
     # -- other processes ----------------------------------------------------------------------------------------
     def mem_export(self, handle: int, kind: HandleKind) -> int:
-        memory = self._books.memory("mem_export", handle)
+        memory = self.books.memory("mem_export", handle)
         if kind != HandleKind.POSIX_FD or memory.kinds != HandleKind.POSIX_FD:
             raise not_exported(f"mem_export({handle})", kind, memory.kinds)
         memory.identify()
         return duplicate(memory.fd())
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
-        return self._import("mem_import", fd, kind, nbytes, self._books.new_handle)
+        return self._import("mem_import", fd, kind, nbytes, self.books.new_handle)
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
         return (stat := look("mem_identity", fd)[0]).st_dev, stat.st_ino
 
     def mem_seal(self, handle: int) -> None:
-        seal(f"mem_seal({handle})", self._books.memory("mem_seal", handle), self._books)
+        seal(f"mem_seal({handle})", self.books.memory("mem_seal", handle), self.books)
 
     def mem_is_sealed(self, handle: int) -> bool:
-        return is_read_only(self._books.memory("mem_is_sealed", handle).fd())
+        return is_read_only(self.books.memory("mem_is_sealed", handle).fd())
 
     # -- bytes --------------------------------------------------------------------------------------------------
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        self._books.accessible("copy", source, nbytes, Access.READ)
-        self._books.accessible("copy", destination, nbytes, Access.READ_WRITE)
+        self.books.accessible("copy", source, nbytes, Access.READ)
+        self.books.accessible("copy", destination, nbytes, Access.READ_WRITE)
         check_apart(destination, source, nbytes)
         ctypes.memmove(destination, source, nbytes)
 
     def copy_in(self, destination: int, source: memoryview) -> None:
-        self._books.accessible("copy_in", destination, source.nbytes, Access.READ_WRITE)
+        self.books.accessible("copy_in", destination, source.nbytes, Access.READ_WRITE)
         with libc.lent("copy_in", source, writable=False) as start:
             ctypes.memmove(destination, start, source.nbytes)
 
     def copy_out(self, destination: memoryview, source: int) -> None:
-        self._books.accessible("copy_out", source, destination.nbytes, Access.READ)
+        self.books.accessible("copy_out", source, destination.nbytes, Access.READ)
         with libc.lent("copy_out", destination, writable=True) as start:
             ctypes.memmove(start, source, destination.nbytes)
 
     def fill(self, address: int, value: int, nbytes: int) -> None:
         check_byte(value)
-        self._books.accessible("fill", address, nbytes, Access.READ_WRITE)
+        self.books.accessible("fill", address, nbytes, Access.READ_WRITE)
         ctypes.memset(address, value, nbytes)
 
     def synchronize(self, location: Location) -> None:
@@ -302,22 +291,22 @@ class HostDriver:
             check_location(location)
 
     def buffer(self, address: int, nbytes: int, *, readonly: bool) -> memoryview:
-        self._books.accessible("buffer", address, nbytes, Access.READ if readonly else Access.READ_WRITE)
+        self.books.accessible("buffer", address, nbytes, Access.READ if readonly else Access.READ_WRITE)
         return libc.view(address, nbytes, readonly=readonly)
 
     def populate(self, address: int, nbytes: int) -> None:
-        for mapping in self._books.accessible("populate", address, nbytes, Access.READ):
+        for mapping in self.books.accessible("populate", address, nbytes, Access.READ):
             populate(mapping, max(address, mapping.address), min(address + nbytes, mapping.end))
 
     def collapse(self, address: int, nbytes: int, seconds: float) -> None:
         until = time.monotonic() + seconds
-        for mapping in self._books.accessible("collapse", address, nbytes, Access.READ_WRITE):
+        for mapping in self.books.accessible("collapse", address, nbytes, Access.READ_WRITE):
             collapse(mapping, max(address, mapping.address), min(address + nbytes, mapping.end), until)
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
-        self._books.catch_up()
-        return self._books.live()
+        self.books.catch_up()
+        return self.books.live()
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
@@ -357,15 +346,15 @@ class HostDriver:
         nbytes = memory.nbytes
         if address < 0 or address % GRANULARITY:
             check_address(call, address)
-        reservation = self._books.reservation_at(call, address, nbytes)
-        if not self._books.pages:
-            self._books.take_ballast()
-        if self._books.late:
-            self._books.await_late(reservation, address, address + nbytes)
+        reservation = self.books.reservation_at(call, address, nbytes)
+        if not self.books.pages:
+            self.books.take_ballast()
+        if self.books.late:
+            self.books.await_late(reservation, address, address + nbytes)
         mapping = Mapping(address, memory, reservation, private)
         mapping.turn.acquire()
         try:
-            fd = self._books.claim(call, mapping)
+            fd = self.books.claim(call, mapping)
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or is_read_only(fd)
             flags = _PRIVATE if private else _SHARED
@@ -384,18 +373,18 @@ class HostDriver:
         except BaseException:
             if not mapping.is_gone:
                 # Refused; and kernels before 6.12 can leave a hole behind a mapping that failed late.
-                self._books.put_back(address, nbytes, reservation)
-                self._books.withdraw(mapping)
+                self.books.put_back(address, nbytes, reservation)
+                self.books.withdraw(mapping)
             raise
         finally:
             mapping.turn.release()
-            if self._books.late:
-                self._books.catch_up()
+            if self.books.late:
+                self.books.catch_up()
 
     def after_fork_in_child(self) -> None:
         """Fill the gaps of mappings that were not inherited: the kernel would give addresses away that the books have
         taken. Memory that has been mapped there since, for children as well, stays as it is."""
-        for mapping in self._books.mappings.values():
+        for mapping in self.books.mappings.values():
             if not mapping.is_inherited:
                 libc.mmap(mapping.address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
 

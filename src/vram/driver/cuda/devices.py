@@ -19,13 +19,14 @@ import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ...errors import UnsupportedError, UsageError
+from ...errors import DriverError, UnsupportedError, UsageError
 from ...lifetime import noted
 from ...spec import Location
-from .bindings import Bindings, version_text
-from .failures import INVALID_VALUE
+from ..protocol import DeviceInfo
+from .bindings import UINT32, Bindings, version_text, write
+from .failures import INVALID_HANDLE, INVALID_VALUE
 
 _T = TypeVar("_T")
 _ANYWHERE = ctypes.byref(ctypes.c_void_p())  # where the driver writes which context it was, which nobody reads
@@ -95,6 +96,15 @@ class Device:
         self._leave(pop)
         return found
 
+    def on_stream(self, words: str, call: str, *arguments: Any) -> Any:
+        """Make a call under the primary context. Raises UsageError with `words` for a handle that it does not know."""
+        try:
+            return self.run(lambda: self._bindings(call, *arguments))
+        except DriverError as error:
+            if error.code != INVALID_HANDLE or error.call != call:
+                raise
+            raise UsageError(words) from None
+
     def _leave(self, pop: Callable[..., int]) -> None:
         status = pop(_ANYWHERE)
         # Contexts that others made current come back with a lost device, too; that says nothing new.
@@ -111,6 +121,7 @@ class Devices:
         self._by_uuid = {device.uuid: device for device in self.all}
         self._places: dict[Location, tuple[int, int]] = {}
         self._names: dict[tuple[int, int], Location] = {}
+        self._wheres: dict[tuple[int, int], Any] = {}
 
     def place(self, location: Location) -> tuple[int, int]:
         """Return a location as the driver says it: ``CUmemLocationType`` and id. Raises UsageError for a place that
@@ -136,6 +147,45 @@ class Devices:
             name = number if kind == DEVICE else "host" if kind == HOST else f"numa:{number}"
             found = self._names.setdefault((kind, number), Location("cuda", name))
         return found
+
+    def where(self, place: tuple[int, int]) -> Any:
+        """Return a place as a struct of the driver, which nobody changes."""
+        found = self._wheres.get(place)
+        if found is None:
+            found = self._bindings.api.CUmemLocation()
+            for offset, value in ((0, place[0]), (4, place[1])):
+                write(found, offset, UINT32, value)
+            self._wheres[place] = found
+        return found
+
+    def used(self, ordinal: int | None) -> Device:
+        """Return a GPU to work under; where it does not matter which, one that has a context already if any has."""
+        if ordinal is None:
+            return next((device for device in self.all if device.is_used), self.all[0])
+        return self.all[ordinal]
+
+    def device_count(self) -> int:
+        return len(self.all)
+
+    def device_info(self, location: Location) -> DeviceInfo:
+        device = self.device(location)
+        return DeviceInfo(device.uuid, device.name, device.total_bytes)
+
+    def canonical(self, location: Location) -> Location:
+        return self.location(*self.place(location))
+
+    def mem_info(self, location: Location) -> tuple[int, int]:
+        free, total = self.device(location).run(lambda: self._bindings("cuMemGetInfo"))
+        return int(free), int(total)
+
+    def peer_refusal(self, device: int, memory_of: int) -> str:
+        """Return why a GPU cannot access another's memory; empty if it can."""
+        if device == memory_of:
+            return ""
+        one, other = self.all[device], self.all[memory_of]
+        if int(self._bindings("cuDeviceCanAccessPeer", one.handle, other.handle)):
+            return ""
+        return f"no peers, says the driver: {one.name} (cuda:{device}) and {other.name} (cuda:{memory_of})"
 
     def _look_up(self, location: Location) -> tuple[int, int]:
         where = location.id
@@ -175,8 +225,6 @@ class Devices:
 
 def _current_node() -> int:
     """Return the NUMA node of the calling thread: cuMemCreate refuses "the current one", so it is looked up here."""
-    import ctypes
-
     cpu, node = ctypes.c_uint(), ctypes.c_uint()
     try:
         if ctypes.CDLL(None).getcpu(ctypes.byref(cpu), ctypes.byref(node), None) == 0:

@@ -19,12 +19,12 @@ from ...errors import DriverError, ProtocolError, RangeError, UnsupportedError, 
 from ...spec import HandleKind, Location
 from ..protocol import Granularity
 from .arguments import check_kinds, no_channel
-from .bindings import UINT32, UINT64, version_text, write
-from .devices import Device
+from .bindings import UINT32, UINT64, Bindings, version_text, write
+from .devices import Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
-from .foreign import ForeignCalls
-from .memory import place_in
+from .memory import Memory, place_in
 from .objects import NOWHERE, CudaMemory, Place
+from .sharing import Sharing
 
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _SINCE, _BINDS_NAME_THE_DEVICE_SINCE = 12010, 13010
@@ -39,8 +39,14 @@ _OTHERS = {
 }
 
 
-class MulticastCalls(ForeignCalls):
-    """A part of :class:`~vram.driver.cuda.CudaDriver`."""
+class Multicast:
+    """Multicast objects: handles in the books, each at no place."""
+
+    def __init__(self, bindings: Bindings, devices: Devices, memory: Memory, sharing: Sharing) -> None:
+        self._call = bindings
+        self._devices = devices
+        self._memory = memory
+        self._sharing = sharing
 
     def multicast_check(self, location: Location) -> None:
         self._multicast_on(self._devices.device(location))
@@ -50,7 +56,7 @@ class MulticastCalls(ForeignCalls):
         # it may be asked while multicast is off.
         self._multicast_known(*self._devices.all)
         prop = self._team_prop("multicast_granularity", num_devices, nbytes, handle_kinds)
-        flags = self._api.CUmulticastGranularity_flags
+        flags = self._call.api.CUmulticastGranularity_flags
         asked = (flags.CU_MULTICAST_GRANULARITY_MINIMUM, flags.CU_MULTICAST_GRANULARITY_RECOMMENDED)
         try:
             least, best = (int(self._call("cuMulticastGetGranularity", prop, flag)) for flag in asked)
@@ -63,32 +69,36 @@ class MulticastCalls(ForeignCalls):
         prop = self._team_prop("multicast_create", num_devices, nbytes, handle_kinds)
         team = CudaMemory(nbytes, handle_kinds, NOWHERE)
         try:
-            self._obtain(team, "cuMulticastCreate", int(prop.getPtr()))
+            self._memory.obtain(team, "cuMulticastCreate", int(prop.getPtr()))
         except DriverError as error:
             raise self._team_refused(error, num_devices, handle_kinds) from None
-        return self._first_handle(team)
+        return self._memory.first_handle(team)
 
     def multicast_import(self, fd: int, nbytes: int) -> int:
         self._multicast_on(*self._devices.all)
-        return self._first_handle(self._import("multicast_import", fd, HandleKind.POSIX_FD, nbytes, self._no_place))
+        return self._memory.first_handle(
+            self._sharing.import_as("multicast_import", fd, HandleKind.POSIX_FD, nbytes, self._no_place)
+        )
 
     def multicast_import_fabric(self, data: bytes, nbytes: int) -> int:
         self._multicast_on(*self._devices.all)
-        return self._first_handle(self._import_fabric("multicast_import_fabric", data, nbytes, self._no_place))
+        return self._memory.first_handle(
+            self._sharing.import_fabric_as("multicast_import_fabric", data, nbytes, self._no_place)
+        )
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
         device = self._devices.device(location)
         self._multicast_known(device)
-        self._call.past("cuMulticastAddDevice", self.mem_native_handle(handle), device.handle)
+        self._call.past("cuMulticastAddDevice", self._memory.mem_native_handle(handle), device.handle)
 
     def multicast_bind_mem(
         self, handle: int, location: Location, offset: int, nbytes: int, memory_handle: int, memory_offset: int
     ) -> None:
-        memory = self.mem_native_handle(memory_handle)
+        memory = self._memory.mem_native_handle(memory_handle)
         self._bind("cuMulticastBindMem", handle, location, offset, memory, memory_offset, nbytes)
 
     def multicast_bind_address(self, handle: int, location: Location, offset: int, nbytes: int, address: int) -> None:
-        mapping = self._books.mapping_at("multicast_bind_address", address)
+        mapping = self._memory.books.mapping_at("multicast_bind_address", address)
         if address + nbytes > mapping.end:
             raise RangeError(
                 f"multicast_bind_address: {nbytes} bytes at {address:#x} go beyond the mapping there, which ends at "
@@ -98,13 +108,13 @@ class MulticastCalls(ForeignCalls):
 
     def multicast_unbind(self, handle: int, location: Location, offset: int, nbytes: int) -> None:
         device = self._devices.device(location)
-        self._call.undo("cuMulticastUnbind", self.mem_native_handle(handle), device.handle, offset, nbytes)
+        self._call.undo("cuMulticastUnbind", self._memory.mem_native_handle(handle), device.handle, offset, nbytes)
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _bind(self, name: str, handle: int, location: Location, *arguments: int) -> None:
         """Call the form of a function that this driver has: since 13.1 it takes the device, and cuda-bindings give that
         form a name of its own. The old name stays the old form there, with any driver."""
-        raw, newer = self.mem_native_handle(handle), f"{name}_v2"
+        raw, newer = self._memory.mem_native_handle(handle), f"{name}_v2"
         if self._call.driver_version >= _BINDS_NAME_THE_DEVICE_SINCE and self._call.has(newer):
             self._call(newer, raw, self._devices.device(location).handle, *arguments, 0)
         else:
@@ -136,7 +146,7 @@ class MulticastCalls(ForeignCalls):
 
     def _team_prop(self, call: str, num_devices: int, nbytes: int, kinds: HandleKind) -> Any:
         check_kinds(call, kinds, self._call.driver_version)
-        prop = self._api.CUmulticastObjectProp()
+        prop = self._call.api.CUmulticastObjectProp()
         write(prop, 0, UINT32, num_devices)
         for place, value in ((8, nbytes), (16, int(kinds)), (24, 0)):
             write(prop, place, UINT64, value)

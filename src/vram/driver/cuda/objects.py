@@ -1,14 +1,18 @@
-"""Allocations and mappings, as the CUDA driver keeps them in its books."""
+"""Allocations, mappings, and what else the driver gives out by a number, as they are kept in the books."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-from ...lifetime import close_all
+from ...errors import DeviceLostError, UsageError
+from ...lifetime import close_all, noted
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation
+from .bindings import Bindings
+from .devices import Device, Devices
 
 Place = tuple[int, int]  # CUmemLocationType and id
 NOWHERE: Place = (0, 0)  # CU_MEM_LOCATION_TYPE_INVALID: not known yet, or a multicast object, which is at no place
@@ -111,12 +115,70 @@ class Counted:
         except IndexError:
             return default
 
-    def all(self) -> list[int]:
-        """Return the numbers that are out, each as often as it is."""
-        return [number for number, out in self._out.copy().items() for _ in tuple(out)]
-
     def __iter__(self) -> Iterator[int]:
-        return iter([number for number, out in self._out.copy().items() if out])
+        """Each number as often as it is out."""
+        return iter([number for number, out in self._out.copy().items() for _ in tuple(out)])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(map(len, self._out.copy().values()))
+
+
+class Table:
+    """Objects of one kind that were made under a GPU's context: `out` has the GPU's ordinal by the driver's number.
+    `undo` is the function that takes one back, `unknown` what is said of a number that is not out."""
+
+    def __init__(
+        self, bindings: Bindings, devices: Devices, undo: str, unknown: str, out: dict[int, int] | Counted | None = None
+    ) -> None:
+        self._call = bindings
+        self._devices = devices
+        self._undo = undo
+        self._unknown = unknown
+        self.out: dict[int, int] | Counted = {} if out is None else out
+
+    def device_of(self, number: int) -> Device:
+        """Return the GPU to use an object under: its own, or any for that of another library, which knows its own."""
+        return self._devices.used(self.out.get(number))
+
+    def make(self, device: Device, call: str, *arguments: Any, number: int | None = None) -> int:
+        """Make something under a device's context and write it down; nothing is left if any of that fails (I4).
+        The table has it under `number`, by default what the driver puts out."""
+        room, made = ctypes.c_uint64(), 0
+        given = arguments if number is not None else (ctypes.byref(room), *arguments)
+
+        def make() -> None:
+            nonlocal made
+            self._call.past(call, *given)
+            made = room.value if number is None else number
+
+        try:
+            device.run(make)
+            self.out[made] = device.ordinal
+        except BaseException as error:
+            if made:
+                with noted(error):
+                    self.out[made] = device.ordinal  # if it fails it stays there
+                    self.take_back(call, made)
+            raise
+        return made
+
+    def take_back(self, call: str, number: int) -> None:
+        """Take back what the driver knows by a number, once; after a failure it is in the table again. It leaves the
+        table before it leaves the driver, which gives the number out again at once."""
+        ordinal, is_gone = self.out.pop(number, None), False
+        if ordinal is None:
+            raise UsageError(f"{call}({number:#x}): {self._unknown}")
+
+        def undo() -> None:
+            nonlocal is_gone
+            self._call.undo(self._undo, number)
+            is_gone = True
+
+        try:
+            self._devices.all[ordinal].run(undo)
+        except DeviceLostError:
+            return
+        except BaseException:
+            if not is_gone:  # or it was the context that could not be left
+                self.out[number] = ordinal
+            raise
