@@ -1,7 +1,8 @@
 """Deltas: pieces as what changed since the version before, where the reader still has that one.
 
-A delta is the XOR of both in words of 16 bits: a bitmap of the words that changed, and these words, compressed by zstd.
-The piece that it gives has the digest of any piece, so another base costs a second transfer, and never a byte.
+A delta is the XOR of both: where words of 64 bits changed, by blocks and as gaps; which of their parts of 16 bits did;
+and these parts, all of it compressed by zstd. The piece that it gives has the digest of any piece, so that another base
+costs a second transfer, and never a byte.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from operator import xor
 from types import ModuleType
 from typing import Any, cast
 
 from ..arrays.numpy_on_use import np
 from ..errors import ProtocolError, UnsupportedError
 
-_WORD = np.dtype("<u2")
-_BLOCK = 1 << 18  # words that are looked at at a time: they stay in a core's cache
+_WORD, _PART, _COUNT = np.dtype("<u8"), np.dtype("<u2"), np.dtype("<u4")  # few words to look at, little to send of each
+_BLOCK = 1 << 16  # words that are looked at at a time: they stay in a core's cache
 _LEVEL = 1  # of zstd: the next ones save nothing, since the words that changed are noise
 _WINDOW = 22  # log2 of the bytes that a peer may have zstd look back
 
@@ -36,21 +38,30 @@ def zstd() -> ModuleType:
 
 def pack(old: memoryview, new: memoryview) -> bytes | None:
     """Return the delta from one piece to another of the same length; None if it is more than half as long."""
-    before, after = (np.frombuffer(view, _WORD, len(view) // 2) for view in (old, new))
-    maps: list[Any] = []
-    words: list[Any] = []
-    left = len(after) // 2
+    before, after = (np.frombuffer(view, _WORD, len(view) // 8) for view in (old, new))
+    counts: list[int] = []
+    gaps: list[Any] = [np.zeros(0, _PART)]
+    words: list[Any] = [before[:0]]
     for at in range(0, len(after), _BLOCK):
         changes = before[at : at + _BLOCK] ^ after[at : at + _BLOCK]
-        is_changed = changes != 0
-        words.append(changes[np.flatnonzero(is_changed)])  # several times as fast as by the mask itself
-        left -= len(words[-1])
-        if left < 0:
-            return None
-        maps.append(np.packbits(is_changed))
-    odd = bytes((old[-1] ^ new[-1],)) if len(new) % 2 else b""
-    delta = cast("bytes", zstd().compress(b"".join((*maps, *words, odd)), _LEVEL))
+        places = np.flatnonzero(changes != 0)
+        counts.append(len(places))
+        gaps.append(np.diff(places, prepend=0).astype(_PART))
+        words.append(changes[places])
+    parts = np.concatenate(words).view(_PART)
+    is_changed = parts != 0
+    parts = parts[np.flatnonzero(is_changed)]  # several times as fast as by the mask itself
+    if 2 * len(parts) > len(new) // 2:
+        return None
+    tail = bytes(map(xor, old[8 * len(after) :], new[8 * len(after) :]))
+    found = np.array(counts, _COUNT), _planes(np.concatenate(gaps)), np.packbits(is_changed), parts
+    delta = cast("bytes", zstd().compress(b"".join((*map(bytes, found), tail)), _LEVEL))
     return delta if len(delta) <= len(new) // 2 else None
+
+
+def _planes(gaps: Any) -> Any:
+    """Return the lower bytes, and then the higher ones, nearly all of which are 0."""
+    return np.ascontiguousarray(gaps.view(np.uint8).reshape(-1, 2).T)
 
 
 def unpack(delta: bytes | bytearray, old: memoryview, into: memoryview) -> None:
@@ -61,23 +72,45 @@ def unpack(delta: bytes | bytearray, old: memoryview, into: memoryview) -> None:
     into[:] = old
     if not delta:
         return
-    count = len(into) // 2
-    start, odd = -(-count // 8), len(into) % 2
-    data = _decompressed(delta, start + 2 * count + odd)
-    if len(data) < start + odd or (len(data) - start - odd) % 2:
-        raise ProtocolError(f"a delta of {len(data)} bytes for a piece of {len(into)}")
-    maps, words = np.frombuffer(data, np.uint8, start), np.frombuffer(data, _WORD, (len(data) - start) // 2, start)
-    after, taken = np.frombuffer(into, _WORD, count), 0
-    for at in range(0, count, _BLOCK):
-        block = after[at : at + _BLOCK]
-        places = np.flatnonzero(np.unpackbits(maps[at // 8 : (at + _BLOCK) // 8], count=len(block)).view(np.bool_))
-        some = words[taken : taken + len(places)]
-        block[places[: len(some)]] ^= some
-        taken += len(places)
-    if taken != len(words):
-        raise ProtocolError(f"a delta names {taken} words, and has {len(words)}")
-    if odd:
-        into[-1] ^= data[-1]
+    after = np.frombuffer(into, _WORD, len(into) // 8)
+    blocks, tail = -(-len(after) // _BLOCK), len(into) % 8
+    data = _Data(_decompressed(delta, 4 * blocks + 11 * len(after) + tail))
+    counts = data.take(_COUNT, blocks)
+    changed = int(counts.sum(dtype=np.uint64)) if blocks else 0
+    gaps = np.ascontiguousarray(data.take(np.dtype(np.uint8), 2 * changed).reshape(2, -1).T).view(_PART).reshape(-1)
+    chosen = np.flatnonzero(np.unpackbits(data.take(np.dtype(np.uint8), -(-changed // 2)), count=4 * changed))
+    parts = np.zeros(4 * changed, _PART)
+    parts[chosen] = data.take(_PART, len(chosen))
+    words, taken = parts.view(_WORD), 0
+    for number, count in enumerate(counts.tolist()):
+        block = after[number * _BLOCK : (number + 1) * _BLOCK]
+        places = np.cumsum(gaps[taken : taken + count], dtype=np.int64)
+        if count and places[-1] >= len(block):
+            raise ProtocolError(f"a delta of word {places[-1]} of a block of {len(block)}")
+        block[places] ^= words[taken : taken + count]
+        taken += count
+    into[8 * len(after) :] = bytes(map(xor, into[8 * len(after) :], data.take(np.dtype(np.uint8), tail)))
+    data.end()
+
+
+class _Data:
+    """What a delta is of, taken from the front."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, dtype: np.dtype[Any], count: int) -> Any:
+        """Return the next numbers. Raises ProtocolError if there are not so many."""
+        start = self._at
+        self._at += count * dtype.itemsize
+        if self._at > len(self._data):
+            raise ProtocolError(f"a delta of {len(self._data)} bytes, which is too short")
+        return np.frombuffer(self._data, dtype, count, start)
+
+    def end(self) -> None:
+        """Raise ProtocolError if anything is left."""
+        if self._at < len(self._data):
+            raise ProtocolError(f"a delta of {len(self._data)} bytes, of which {self._at} mean something")
 
 
 def _decompressed(delta: bytes | bytearray, most: int) -> bytes:
