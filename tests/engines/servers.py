@@ -31,15 +31,15 @@ PROMPTS = [[5, 6, 7, 8, 9], list(range(100, 140)), list(range(4000, 3900, -3))]
 TOKENS = 12  # of the answer to each prompt
 
 
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    """Return random weights in the names and shapes of a checkpoint."""
-    random = torch.Generator().manual_seed(seed)
+def weights(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Return random weights in the names and shapes of a checkpoint. Those of a seed depend on the device."""
+    random = torch.Generator(device).manual_seed(seed)
 
     def some(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=random) * 0.05).to(torch.bfloat16)
+        return (torch.randn(*shape, generator=random, device=device) * 0.05).to(torch.bfloat16)
 
     keys = HIDDEN // HEADS * KV_HEADS
-    norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
     made = {"model.embed_tokens.weight": some(WORDS, HIDDEN), "lm_head.weight": some(WORDS, HIDDEN)}
     made["model.norm.weight"] = norm
     for layer in range(LAYERS):
@@ -52,10 +52,10 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in made.items()}
 
 
-def checkpoint(directory: Path, seed: int) -> int:
+def checkpoint(directory: Path, seed: int, device: str = "cpu") -> int:
     """Write a checkpoint with its tokenizer, over one that is there; return the bytes of its weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = weights(seed)
+    tensors = weights(seed, device)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -109,7 +109,19 @@ class Server:
                     return self
             except OSError:
                 time.sleep(0.2)
-        raise RuntimeError("no server came up:\n" + "".join(line for _, line in self.log[-60:]))
+        raise RuntimeError("no server came up:\n" + "".join(self.lines(60)))
+
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
+    def is_killed(self) -> bool:
+        """Whether it was ended with :meth:`kill`."""
+        return self._killed
+
+    def lines(self, count: int) -> list[str]:
+        """Return the last lines of its log, the start of each: one may have all options in it."""
+        return [line.rstrip("\n")[:400] + "\n" for _, line in self.log[-count:]]
 
     def said(self, pattern: str) -> list[float]:
         """Return when lines came that have a pattern in them."""
@@ -139,7 +151,7 @@ class Server:
     def kill(self) -> None:
         """End it and all below it with SIGKILL, at once; show the end of its log if it was not there any more."""
         if not self._killed and self._process.poll() is not None:
-            print(f"{self.url} had ended:\n", *(line for _, line in self.log[-60:]))
+            print(f"{self.url} had ended:\n", *self.lines(60))
         for pid in self.pids() if self._process.poll() is None else []:
             os.kill(pid, signal.SIGKILL)
         self._killed = True
@@ -167,6 +179,10 @@ class Servers:
 
     def __exit__(self, *_: object) -> None:
         self.kill_all()
+
+    def running(self) -> list[Server]:
+        """Return those that were not killed, ended or not."""
+        return [one for one in self._all if not one.is_killed()]
 
     def kill_all(self) -> None:
         """End all that run."""
