@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vram.errors import ProtocolError
 from vram.nodes.deltas import pack, unpack, zstd
 
-BLOCK = 8 << 16  # bytes that are looked at at a time
+BLOCK = 1 << 18  # bytes that are looked at at a time
 
 
 def some_bytes(nbytes: int, seed: int = 1) -> bytes:
@@ -68,7 +68,6 @@ def test_two_percent_travel_in_a_twelfth(dtype: type) -> None:
 def test_what_changed_most_is_no_delta() -> None:
     old, new = some_bytes(100_000, 1), some_bytes(100_000, 2)
     assert pack(memoryview(old), memoryview(new)) is None
-    assert pack(memoryview(old), memoryview(changed(old, 1))) is None  # every word
 
 
 OLD = some_bytes(5001)
@@ -86,12 +85,11 @@ def test_a_torn_delta_is_a_typed_error_or_other_bytes(at: int, flip: int, end: i
 LIES = {
     "no frame": b"x" * 100,
     "two frames": DELTA + DELTA,
-    "too short for the counts": zstd().compress(bytes(3)),
-    "parts that no bit names": zstd().compress(bytes(4 + 2 + 1)),
-    "bits without parts": zstd().compress(b"\1\0\0\0" + b"\0\0\x80" + b"\0"),
-    "a word behind the end": zstd().compress(b"\1\0\0\0" + (625).to_bytes(2, "little") + b"\x80" + b"abc"),
-    "more words than it names": zstd().compress(b"\xff\xff\xff\xff" + bytes(100)),
-    "more than a piece has": zstd().compress(bytes(4 + 11 * 625 + 1 + 1)),
+    "too short": zstd().compress(bytes(5000)),
+    "too long": zstd().compress(bytes(5002)),
+    "nothing": zstd().compress(b""),
+    "cut off": DELTA[:-5],
+    "something behind it": DELTA + b"x",
     "64 MiB": zstd().compress(bytes(1 << 26)),
     "a length past all memory": b"\x28\xb5\x2f\xfd\xe0" + (1 << 62).to_bytes(8, "little") + b"\x01\x00\x00",
     "a window of 2 GiB": b"\x28\xb5\x2f\xfd\x00\xa8" + b"\x01\x00\x00",
