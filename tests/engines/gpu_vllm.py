@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -273,6 +274,7 @@ def main() -> None:
     parser.add_argument("--parts", default="shared,cached,sleeping,vram,ipc,nccl,pair")
     parser.add_argument("--layers", type=int, default=12, help="each of 354 MB")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and servers end with their blocks
     servers.HIDDEN, servers.INNER, servers.HEADS, servers.KV_HEADS = 4096, 11008, 32, 8
     servers.LAYERS = given.layers
     failed = 0
