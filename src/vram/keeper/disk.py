@@ -33,6 +33,11 @@ PROGRAM = [sys.executable, "-P", "-m", "vram.entries.persist"]
 SOON = 1.0  # seconds from a change until it is saved: what comes together is saved together
 REST = 30.0  # seconds at least between two saves of an entry
 AGAIN = 60.0  # seconds until what failed is tried again
+_EVENTS = {
+    "saved": ("vram.disk.saved", "vram.disk.not_saved"),
+    "restored": ("vram.disk.restored", "vram.disk.not_restored"),
+    "removed": ("vram.disk.removed", "vram.disk.not_removed"),
+}
 _START = ""  # among the names that are due: all of them, and what the folder has besides
 
 
@@ -208,11 +213,11 @@ class Disk:
         fields = {"vram.entry.name": one.name or self.folder}
         if not one.error:
             self._told.pop(one.name, None)
-            event_log.say(f"vram.disk.{one.done}", fields=fields)
+            event_log.say(_EVENTS[one.done][0], fields=fields)
         elif self._told.get(one.name) != one.error:
             self._told[one.name] = one.error
             event_log.say(
-                f"vram.disk.not_{one.done}", logging.WARNING, fields={**fields, "error.message": one.error},
+                _EVENTS[one.done][1], logging.WARNING, fields={**fields, "error.message": one.error},
                 otherwise=f"vram keep: {one.name or self.folder}: not {one.done}: {one.error}",
             )  # fmt: skip
 
