@@ -30,7 +30,9 @@ class Run:
         with open(os.memfd_create("log"), "w") as log:
             self._log = os.dup(log.fileno())
             command = [Path(sys.executable).with_name("vram"), "keep", "--persist", folder, *arguments]
-            self.process = subprocess.Popen([*map(str, command), "--log", "text"], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*map(str, command), "--log", "text"], stdout=log, stderr=log, start_new_session=True
+            )
         self.says("vram.keeper.ready")
 
     def __enter__(self) -> Run:
@@ -98,12 +100,15 @@ def test_all_is_there_after_keeper_and_guardian_were_killed(tmp_path: Path) -> N
     for stranger in ("broken", "stranger"):
         (disk / stranger).mkdir()
     (disk / "broken" / "saved.json").write_bytes(b'{"version": 3}')
+    (disk / "torn").mkdir()
+    (disk / "torn" / "saved.json").touch()
     (disk / "broken" / "model.safetensors").write_bytes(b"\xff" * 100)
     (disk / "stranger" / "model.safetensors").write_bytes(b"mine")
     with Run(disk) as second:
         assert names() == {"a", "a/b", "a/b/c", OWN}, "what it says it serves is there"
         assert second.said().count("vram.disk.restored ") == 4
-        assert second.said().count("vram.disk.not_restored vram.entry.name=broken ") == 1
+        for name in ("broken", "torn"):
+            assert second.said().count(f"vram.disk.not_restored vram.entry.name={name} ") == 1
         for name in ("a", "a/b", "a/b/c", OWN):
             check(name)
         publish("broken", 7)
@@ -123,13 +128,67 @@ def test_an_orderly_end_saves_the_last_bytes(tmp_path: Path) -> None:
         publish("u/replaced")
         publish("u/replaced", 3)
         publish("other")
-    assert sorted(os.listdir(tmp_path)) == ["u,replaced", "u,updated", "vram.lock"]
+    assert sorted(os.listdir(tmp_path)) == [",keeper", ",program", "u,replaced", "u,updated"]
     with Run(tmp_path) as again:
         check("u/updated", 2)
         check("u/replaced", 3)
         vram.remove("u/updated")
     assert again.process.returncode == 0
-    assert sorted(os.listdir(tmp_path)) == ["u,replaced", "vram.lock"]
+    assert sorted(os.listdir(tmp_path)) == [",keeper", ",program", "u,replaced"]
+
+
+def test_a_signal_to_all_processes_at_once_is_one_signal(tmp_path: Path) -> None:
+    with Run(tmp_path) as first:
+        for number in range(100):  # which takes longer to save than the second until a save begins by itself
+            publish(f"e/{number}")
+        os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does, and a service manager
+        first.process.wait(SOON)
+    assert len(list(tmp_path.glob("e,*/saved.json"))) == 100
+
+
+def test_what_changes_all_the_time_is_saved_as_well(tmp_path: Path) -> None:
+    with Run(tmp_path) as first:
+        publish("updated", updatable=True)
+        publish("replaced")
+        saved = [f"vram.disk.saved vram.entry.name={name}\n" for name in ("updated", "replaced")]
+
+        def change() -> bool:
+            with vram.update("updated", timeout=SOON) as arrays:
+                arrays["x"].fill(2)
+            publish("replaced", 2)
+            return all(one in first.said() for one in saved)
+
+        until(change, what="a save of each")
+        first.kill()
+    with Run(tmp_path):
+        assert names() == {"updated", "replaced"}
+
+
+def test_two_keepers_have_a_folder_each_and_another_prefix_touches_nothing(tmp_path: Path) -> None:
+    with Run(tmp_path) as first:
+        publish("a")
+        publish("b/c")
+        for name in ("a", "b/c"):
+            first.says(f"vram.disk.saved vram.entry.name={name}\n")
+        command = [
+            Path(sys.executable).with_name("vram"),
+            "keep",
+            "--persist",
+            tmp_path,
+            "--socket",
+            tmp_path / "other",
+        ]
+        second = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SOON, check=False)
+        assert (second.returncode, "another keeper saves in" in second.stderr) == (1, True)
+    with Run(tmp_path, "--persist-prefix", "b/") as third:
+        assert names() == {"b/c"}
+        before = vram.statistics().pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: vram.statistics().pid != before, what="the next keeper")
+        vram.remove("b/c")
+        third.says("vram.disk.removed vram.entry.name=b/c\n")
+    with Run(tmp_path):
+        assert names() == {"a"}
 
 
 def test_what_was_removed_does_not_come_back_with_the_next_keeper(tmp_path: Path) -> None:
@@ -148,7 +207,7 @@ def test_what_was_removed_does_not_come_back_with_the_next_keeper(tmp_path: Path
             first.process.wait(SOON)
             publish("new")
             other.terminate()  # the folder is that of the keeper before
-        assert sorted(os.listdir(tmp_path)) == ["moved", "new", "stays", "vram.lock"]
+        assert sorted(os.listdir(tmp_path)) == [",keeper", ",program", "moved", "new", "stays"]
         assert first.said().count("vram.disk.saved vram.entry.name=stays\n") == 1
 
 

@@ -26,7 +26,7 @@ def save_and_die(pipe: Connection, path: str, shard: int | str, stop_at: int) ->
 
 def persist_and_die(pipe: Connection, folder: str, version: int, stop_at: int) -> None:
     """Save a version into the folder of a keeper, as that has it done; otherwise the same."""
-    order = Order(folder, os.environ["VRAM_KEEPER"], "of this test", False, [Wanted("w", version, 0)])
+    order = Order(folder, os.environ["VRAM_KEEPER"], "of this test", "", False, [Wanted("w", version, 0)])
     with vram.attach("w"):
         _die_before(stop_at)
         Folder(order, client(order.socket)).agree()

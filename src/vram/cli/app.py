@@ -171,6 +171,8 @@ def keep(
     if persist is not None:
         command += ["--persist", persist if persist == "none" else own_folder(persist)]  # a mistake is said here
     if persist_prefix is not None:
+        if persist is None and not takeover:
+            raise UsageError("--persist-prefix says which entries go to the folder of --persist: name that as well")
         command += ["--persist-prefix", check_prefix(persist_prefix)]
     if log is not None:
         command += ["--log", log, "--log-level", log_level or "info"]

@@ -32,7 +32,8 @@ from .save import save
 if TYPE_CHECKING:
     from ..keeper.client import KeeperClient
 
-_RECORD, _PART, _LOCK = "saved.json", "saved.json.part", "vram.lock"
+_RECORD, _PART, _LOCK = "saved.json", "saved.json.part", ",program"  # no entry has a name that begins with a comma
+_TRIES = 3  # versions that may be replaced before they are read
 _TIMEOUT = 60.0  # seconds for an update that is under way
 
 
@@ -48,6 +49,9 @@ class Record(msgspec.Struct):
     updates: int = 0
 
 
+UNREADABLE = Record(version=-1)
+
+
 class Folder:
     """The folder of one order, and what is done for it."""
 
@@ -60,30 +64,39 @@ class Folder:
         if self._order.is_start:
             for one in sorted(os.listdir(self._order.folder)):
                 name = one.replace(",", "/")
-                record = self._record(name)
-                if record is None or (name in rows and rows[name].version):
-                    continue
-                if record.instance == self._order.instance:  # it was there, and was removed while nobody looked
-                    rows[name] = Wanted(name, 0, 0)
-                elif rows.pop(name, None) is None and record.version:
-                    self._try(name, "restored", partial(self._publish, name))
+                if one.isascii() and name.startswith(self._order.prefix) and not (name in rows and rows[name].version):
+                    self._look_at(name, rows)
         for row in rows.values():
             if row.version:
                 self._try(row.name, "saved", partial(self._save, row))
             else:
                 self._try(row.name, "removed", partial(self._remove, row.name))
 
+    def _look_at(self, name: str, rows: dict[str, Wanted]) -> None:
+        """Publish what the folder has and the keeper lacks, or have it removed."""
+        record = self._record(name)
+        if record == UNREADABLE:
+            self._try(name, "restored", partial(self._complain, f"{self._path(name) / _RECORD} cannot be read"))
+        elif record is not None and record.instance == self._order.instance:  # it was removed while nobody looked
+            rows[name] = Wanted(name, 0, 0)
+        elif record is not None and rows.pop(name, None) is None and record.version:
+            self._try(name, "restored", partial(self._publish, name))
+
+    @staticmethod
+    def _complain(what: str) -> bool:
+        raise UsageError(what)
+
     def _path(self, name: str) -> Path:
         return Path(self._order.folder, name.replace("/", ","))
 
     def _record(self, name: str) -> Record | None:
-        """Return the record of a sub-folder, an empty one if it cannot be read; None if there is none."""
+        """Return the record of a sub-folder; None if there is none."""
         try:
             return msgspec.json.decode((self._path(name) / _RECORD).read_bytes(), type=Record)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except msgspec.MsgspecError:
-            return Record()
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return UNREADABLE
 
     def _note(self, name: str, record: Record) -> None:
         made = self._path(name) / _PART
@@ -103,12 +116,25 @@ class Folder:
                 raise UsageError(f"{str(path)!r} is there already, and was not made by this")
             path.mkdir(mode=0o700, exist_ok=True)
             self._note(row.name, Record())
-        try:
-            save(row.name, _folder(path), version=row.version, timeout=_TIMEOUT, keeper=self._client.path)
-        except NotFoundError:  # replaced or removed: the keeper orders that next
-            return False
-        self._note(row.name, wanted)
-        return True
+        for _ in range(_TRIES):
+            try:
+                save(row.name, _folder(path), version=wanted.version, timeout=_TIMEOUT, keeper=self._client.path)
+                self._note(row.name, wanted)
+                return True
+            except NotFoundError:  # replaced or removed: the keeper orders that as well, but not before long
+                newer = self._eligible(row.name)
+                if newer is None:
+                    return False
+                wanted = Record(self._order.instance, newer)
+        return False
+
+    def _eligible(self, name: str) -> int | None:
+        """Return the current version of an entry, if that is to be saved."""
+        with contextlib.suppress(NotFoundError):
+            shown = self._client.show(name)
+            if shown.version and shown.owner == os.geteuid() and shown.ttl_left is None and not shown.writable:
+                return shown.version
+        return None
 
     @staticmethod
     def _is_whole(path: Path) -> bool:
@@ -147,7 +173,8 @@ class Folder:
             with contextlib.suppress(VramError):
                 self._client.abandon(claim)
             raise
-        self._note(name, Record(self._order.instance, published.version))
+        with contextlib.suppress(OSError):  # a disk that cannot be written to: it is saved anew where it can
+            self._note(name, Record(self._order.instance, published.version))
         return True
 
     def _try(self, name: str, done: str, work: Callable[[], bool]) -> None:
@@ -166,8 +193,9 @@ class Folder:
 def main() -> None:
     """Carry out one order. One process at a time has a folder: that of a keeper that has ended goes on to its end."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    lock = os.open(os.path.join(order.folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):  # nothing can be written there, and each entry says so
+        lock = os.open(os.path.join(order.folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     Folder(order, client_at(order.socket, label="vram keep --persist")).agree()
 
 

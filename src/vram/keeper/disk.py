@@ -8,10 +8,14 @@ What is not to be kept is as good as removed: versions with a time to live, and 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import math
+import os
 import subprocess
 import sys
 import threading
+import time
 from asyncio import TimerHandle
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from ..errors import AccessDeniedError, UsageError
+from ..errors import AccessDeniedError, BusyError, UsageError
 from ..spec import format_count
 from . import event_log
 from .paths import make_own
@@ -33,6 +37,9 @@ PROGRAM = [sys.executable, "-P", "-m", "vram.entries.persist"]
 SOON = 1.0  # seconds from a change until it is saved: what comes together is saved together
 REST = 30.0  # seconds at least between two saves of an entry
 AGAIN = 60.0  # seconds until what failed is tried again
+_TWICE = 1.0  # seconds in which a signal that comes again is the same one: from a terminal, and from the guardian
+_LAST = 5.0  # seconds that a keeper which is followed takes to end, at most
+_ROUNDS = 3  # at the end, for what is published meanwhile
 _EVENTS = {
     "saved": ("vram.disk.saved", "vram.disk.not_saved"),
     "restored": ("vram.disk.restored", "vram.disk.not_restored"),
@@ -66,6 +73,7 @@ class Order(Struct):
     folder: str
     socket: str
     instance: str
+    prefix: str
     is_start: bool
     rows: list[Wanted]
 
@@ -91,9 +99,29 @@ class Disk:
         self._saved: dict[str, float] = {}  # when an entry was saved last, as long as that is not long ago
         self._told: dict[str, str] = {}  # what was said of an entry that failed
         self._timer: TimerHandle | None = None
+        self._program: subprocess.Popen[bytes] | None = None
         self._is_running = False
         self._ready: Callable[[], None] | None = None
         self._over: Callable[[], None] | None = None
+        self._over_since, self._rounds = 0.0, _ROUNDS
+        self._lock = self._take()
+
+    def _take(self) -> int:
+        """Return the lock of the folder, which ends with this process. Raises BusyError if another keeper has it."""
+        try:
+            lock = os.open(os.path.join(self.folder, ",keeper"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # nothing can be saved there, which the program says; what is there is published
+            return -1
+        until = time.monotonic() + _LAST * self.follows  # the one before may be about to end
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    os.close(lock)
+                    raise BusyError(f"another keeper saves in {self.folder}: give each a folder of its own") from None
+                time.sleep(0.05)
 
     def begin(self, ready: Callable[[], None]) -> None:
         """Have the folder and the keeper agree. A keeper that follows no other is ready once what the folder has is
@@ -106,23 +134,35 @@ class Disk:
 
     def note(self, changed: Iterable[object]) -> None:
         """Some records of the catalogue have changed."""
-        if self._over is not None:
-            return
         soon = self._server.now() + SOON
         for one in changed:
             if isinstance(one, Version) and self._is_ours(one):
                 rest = self._saved.get(one.name, 0.0) + REST if self._wanted(one.name).version else 0.0
-                self._due[one.name] = max(soon, rest)
-                self._plan(self._due[one.name])
+                # No later than it was due before, or what changes all the time would never be.
+                when = min(max(soon, rest), self._due.get(one.name, math.inf))
+                self._due[one.name] = when
+                self._plan(when)
 
     def finish(self, then: Callable[[], None]) -> bool:
         """Save what is due, and then call something; return False if there is nothing, or at the second call."""
-        if self._over is not None or not (self._is_running or self._due.keys() - {_START}):
+        now = self._server.now()
+        if self.is_ending:
+            return self._rounds > 0 and now - self._over_since < _TWICE
+        if self._ready is not None and self._program is not None:  # what is not published stays where it is
+            self._ready = None
+            self._program.kill()
+        self._due.pop(_START, None)
+        if not (self._is_running or self._due):
             return False
-        self._over = then
+        self._over, self._over_since = then, now
         if not self._is_running:
             self._look()
         return True
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the keeper only waits for what is to be saved."""
+        return self._over is not None
 
     def _is_ours(self, version: Version) -> bool:
         return self._server.is_own(version.owner) and version.name.startswith(self.prefix)
@@ -144,14 +184,18 @@ class Disk:
         self._timer = loop.call_at(when, self._look)
 
     def _look(self) -> None:
-        self._timer = None
-        now = self._server.now() if self._over is None else float("inf")
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = math.inf if self.is_ending else self._server.now()
         names = [name for name, when in self._due.items() if when <= now]
-        for name in names:
-            del self._due[name]
-        if names and not self._server.paused:
-            self._run(names, is_start=_START in names and self._over is None)
+        self._rounds -= self.is_ending
+        if names and not self._server.paused and self._rounds >= 0:
+            for name in names:
+                del self._due[name]
+            self._run(names, is_start=_START in names)
         elif self._over is not None:
+            self._rounds = 0
             self._over()
         elif self._due:
             self._plan(min(self._due.values()))
@@ -162,16 +206,17 @@ class Disk:
         if is_start:
             names = {version.name for version in self._server.catalogue.versions.values() if self._is_ours(version)}
         rows = [self._wanted(name) for name in names if name]
-        order = msgspec.json.encode(Order(self.folder, self._server.path, self.instance, is_start, rows))
+        given = Order(self.folder, self._server.path, self.instance, self.prefix, is_start, rows)
         loop = self._server.loop
 
         def work() -> None:
             said, error = b"", ""
             try:
-                ended = subprocess.run(PROGRAM, input=order, stdout=subprocess.PIPE, check=False)
-                said = ended.stdout
-                if ended.returncode:
-                    error = f"the program that saves ended with status {ended.returncode}"
+                with subprocess.Popen(PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+                    self._program = program
+                    said, _ = program.communicate(msgspec.json.encode(given))
+                if program.returncode:
+                    error = f"the program that saves ended with status {program.returncode}"
             except OSError as failure:
                 error = str(failure)
             with contextlib.suppress(RuntimeError):  # the keeper has ended
@@ -184,7 +229,7 @@ class Disk:
 
     def _done(self, rows: list[Wanted], is_start: bool, said: bytes, error: str) -> None:
         """Take note of what the program did; what it did not do is due again."""
-        self._is_running, now = False, self._server.now()
+        self._is_running, self._program, now = False, None, self._server.now()
         self._saved = {name: when for name, when in self._saved.items() if when + REST > now}
         outcomes = [msgspec.json.decode(line, type=Outcome) for line in said.splitlines()]
         if error:
@@ -203,9 +248,10 @@ class Disk:
         ready, self._ready = self._ready, None
         if ready is not None:
             ready()
-        if self._over is not None:
+        if self.is_ending:
             for one in outcomes:  # there is no other time
-                self._due.pop(one.name, None)
+                if one.error:
+                    self._due.pop(one.name or _START, None)
         self._look()
 
     def _say(self, one: Outcome) -> None:

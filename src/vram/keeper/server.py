@@ -212,6 +212,7 @@ class KeeperServer:
     def _parent_gone(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
             if not os.read(fd, 64):
+                self.loop.remove_reader(fd)  # it would be read again and again
                 self.stop()
 
     def _stays(self, pid: int) -> None:

@@ -401,6 +401,8 @@ class Service:
             )
         if len(fds) != 1:
             raise errors.ProtocolError(f"{len(fds)} descriptors came to take over with, not one")
+        if self.server.disk is not None and self.server.disk.is_ending:
+            raise errors.BusyError("this keeper is ending: it saves what is to be saved before that")
         self.server.about_to_restart(session.pid)
         connection.send(m.encode(m.Done(request.call)))
         self.server.hand_over(fds[0])
