@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, nodes, same
 from tests.support.deadlines import SOON, until
-from tests.support.deltas import SIZE, following, next_of, offering, weights
+from tests.support.deltas import SIZE, count_offered, following, next_of, offering, weights
 from tests.support.wires import wire
 
 import vram
-from vram.errors import BusyError, UsageError
+from vram.errors import AccessDeniedError, BusyError, MismatchError, UsageError
 
 Arrays = dict[str, Any]
 
@@ -158,6 +158,106 @@ def test_a_carrier_that_is_killed_in_an_update_is_gone_on_with(two: Nodes) -> No
         assert done.reconnected >= 1
         with vram.attach("model", keeper=two.here) as lease, lease.reading():
             assert same(lease, arrays)
+
+
+def test_the_carrier_keeps_few_copies_whatever_the_number_of_updates(two: Nodes) -> None:
+    vram.publish("model", {"w": np.zeros(9)}, updatable=True, keeper=two.origin)
+    with offering(two.origin) as carrier, following(carrier.address, two.here, in_place=True) as versions:
+        for value in range(20):
+            next(versions)
+            update(two, {"w": np.full(9, float(value))})
+        assert count_offered(carrier) <= 3  # the newest, the one before, and the base
+
+
+def test_an_origin_that_begins_anew_and_counts_as_before_is_followed(two: Nodes) -> None:
+    with (
+        nodes() as more,
+        wire() as link,
+        carrying(two.origin, "--name", link.address) as (first, address),
+        carrying(more.origin, "--name", link.address) as (_, other),
+        following(link.address, two.here, in_place=True) as versions,
+    ):
+        vram.publish("model", {"w": np.zeros(9)}, updatable=True, keeper=two.origin)
+        vram.publish("model", {"w": np.ones(9)}, updatable=True, keeper=more.origin)
+        link.target = address
+        next(versions)
+        link.target = other
+        first.kill()
+        next(versions)
+        assert is_here_in_place(two, {"w": np.ones(9)})
+
+
+def test_another_layout_whose_transfer_breaks_is_not_begun(two: Nodes) -> None:
+    vram.publish("model", {"w": np.zeros(9)}, updatable=True, keeper=two.origin)
+    with (
+        wire() as link,
+        carrying(two.origin, "--name", link.address) as (first, address),
+        carrying(two.origin, "--name", link.address) as (_, other),
+        following(link.address, two.here, in_place=True, streams=1) as versions,
+    ):
+        link.target = address
+        next(versions)
+        before = link.passed
+        vram.publish("model", weights(), keeper=two.origin)
+
+        def change(block: bytes, at: int) -> bytes:
+            if link.passed - before > 600_000 and link.target == address:
+                vram.publish("model", {"w": np.ones(9)}, updatable=True, keeper=two.origin)
+                link.target = other
+                first.kill()
+            return block
+
+        link.change = change
+        until(lambda: next(versions).origin_version == 3, what="the first layout again")
+        assert is_here_in_place(two, {"w": np.ones(9)})
+
+
+def test_a_replica_is_an_origin_itself(two: Nodes) -> None:
+    arrays = weights()
+    vram.publish("model", arrays, updatable=True, keeper=two.origin)
+    with (
+        nodes() as more,
+        offering(two.origin) as carrier,
+        offering(two.here) as second,
+        following(carrier.address, two.here) as versions,
+        following(second.address, more.here, in_place=True) as third,
+        following(second.address, more.origin) as fourth,
+    ):
+        for number in (1, 2, 3):
+            next(versions)
+            assert next(third).version == 1
+            done = next(fourth)
+            assert (done.version, done.origin_updates) == (number, 0)
+            assert number == 1 or 0 < done.delta_bytes <= SIZE / 12
+            assert is_here_in_place(Nodes(two.here, more.here), arrays)
+            update(two, arrays := next_of(arrays))
+
+
+def test_one_process_has_a_replica_in_place(two: Nodes) -> None:
+    vram.publish("model", {"w": np.zeros(9)}, updatable=True, keeper=two.origin)
+    vram.publish("model", {"w": np.zeros(9)}, keeper=two.here)
+    with offering(two.origin) as carrier:
+        with following(carrier.address, two.here, in_place=True) as versions:
+            with pytest.raises(MismatchError):
+                next(versions)
+            assert not carrier.sent
+        vram.remove("model", keeper=two.here)
+        with (
+            following(carrier.address, two.here, in_place=True) as versions,
+            following(carrier.address, two.here, in_place=True) as others,
+        ):
+            next(versions)
+            with pytest.raises(AccessDeniedError, match="another process"):
+                next(others)
+
+
+def test_all_readers_of_a_torn_entry_hear_why(two: Nodes) -> None:
+    vram.publish("model", {"w": np.zeros(9)}, updatable=True, keeper=two.origin)
+    with contextlib.suppress(ZeroDivisionError), vram.update("model", keeper=two.origin):
+        1 / 0
+    with offering(two.origin) as carrier, ThreadPoolExecutor(4) as threads:
+        due = [threads.submit(vram.replicate, carrier.address, "model", keeper=two.here) for _ in range(4)]
+        assert [type(one.exception(SOON)) for one in due] == [BusyError] * 4
 
 
 def test_an_update_that_was_not_finished_does_not_travel(two: Nodes) -> None:

@@ -55,6 +55,11 @@ def forget_soon(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(carriers, "KEPT", 0.2)
 
 
+def count_offered(carrier: Carrier) -> int:
+    """Return how many states a carrier has attached or copied."""
+    return len({id(one) for one in (*carrier._offered.values(), *carrier._bases.values())})
+
+
 def offers_nothing(carrier: Carrier) -> bool:
     """Whether a carrier has no version but bases."""
     return not carrier._offered

@@ -50,6 +50,7 @@ __all__ = ["Carrier"]
 
 PATIENCE = 60.0  # seconds that a reader may be silent, or not read
 KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
+_COPIES = 2  # of what is updated in place that nobody pulls
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
 _LONG = 5.0  # seconds of that after which the source sends a piece itself
 _ANSWERS = 16  # of an engine that has something to forget once their connection is over: a reader takes one at a time
@@ -76,6 +77,7 @@ class _Offered:
         self.since = time.monotonic()
         self.idle_since = 0.0
         self.is_ready = False
+        self._failure = ""  # of who was to get it ready
         self._getting_ready = threading.Lock()  # held for as long as a copy takes, for others who come meanwhile
 
     def get_ready(self, engines: Iterable[Engine], sends: float) -> None:
@@ -83,18 +85,27 @@ class _Offered:
         with self._getting_ready:
             if self.is_ready:
                 return
+            if self._failure:
+                raise BusyError(self._failure)
             try:
-                self.stock = Stock(self.lease)
-            except TornError as error:
-                raise BusyError(str(error)) from None
-            self.offers, self.refusals = {}, {}
-            for engine in engines:
-                try:
-                    self.offers[engine.name] = engine.offer(self.stock.spans)
-                except UnsupportedError as error:  # such memory; the others go on
-                    self.refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
-            self.swarm = Swarm(len(self.stock.pieces), sends)
+                self._get_ready(engines, sends)
+            except BaseException as error:
+                self._failure = str(error) or type(error).__name__
+                self.lease.close()
+                if isinstance(error, TornError):
+                    raise BusyError(str(error)) from None
+                raise
             self.is_ready = True
+
+    def _get_ready(self, engines: Iterable[Engine], sends: float) -> None:
+        self.stock = Stock(self.lease)
+        self.offers, self.refusals = {}, {}
+        for engine in engines:
+            try:
+                self.offers[engine.name] = engine.offer(self.stock.spans)
+            except UnsupportedError as error:  # such memory; the others go on
+                self.refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
+        self.swarm = Swarm(len(self.stock.pieces), sends)
 
     def opened(self) -> m.Opened:
         """Return what a reader is told of it."""
@@ -246,7 +257,6 @@ class Carrier(Owned):
             with self._lock:
                 if self._offered.get(offered.key) is offered:
                     del self._offered[offered.key]
-            offered.lease.close()
             raise
         with self._lock:
             if offered.updates != offered.stock.updates:  # once more before it was copied
@@ -281,12 +291,12 @@ class Carrier(Owned):
             offered.users -= 1
             offered.idle_since = time.monotonic()
             # A base that was replaced is kept for readers that have yet to hear of that; but of copies, of which each
-            # update may take one, only the one before.
+            # update may take one, only the newest and the one before.
             is_unknown = not offered.users and self._offered.setdefault(key, offered) is not offered
-            newer = [one for one in self._offered if one[:2] == key[:2] and one[2] > key[2]] if key[2] else []
-            if len(newer) > 1 and not offered.users and not is_unknown:
-                del self._offered[key]
-                is_unknown = True
+            copies = sorted((one for one in self._offered if one[2] and one[:2] == key[:2]), reverse=True)[_COPIES:]
+            over = [self._offered.pop(one) for one in copies if not self._offered[one].users]
+        for one in over:
+            one.close()
         if is_unknown:
             offered.close()
         elif self._closing.is_set():  # the end has not waited for this thread

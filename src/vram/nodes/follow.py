@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ..entries.keepers import TIMEOUT, check_flag
 from ..entries.keepers import connect as connect_keeper
 from ..errors import BusyError, NotFoundError, PeerGoneError, WaitTimeoutError
-from ..keeper.client import KeeperClient
 from ..keeper.rules import check_name
 from ..spec import Location, check_timeout
 from . import messages as m
@@ -86,14 +85,16 @@ def follow(
             engines=engines, share=check_flag(share, "share"),
         )  # fmt: skip
 
-    pause, reached = _FIRST_PAUSE, time.monotonic()
+    pause, reached, is_watching = _FIRST_PAUSE, time.monotonic(), False
     while True:
         try:
-            state = _state_here(client, address, name, secret) if kept is None else kept.state
+            here = check_origin(client, name, address).get("origin_content", "") if kept is None else kept.content
+            state = _state_of(here, address, name, secret)
             with connect(address, secret, _ANSWER) as link:
                 while True:
+                    is_watching = True
                     newest = link.request(m.Watch(name, *state, _WATCH), m.Newest, _WATCH + _ANSWER)
-                    pause = _FIRST_PAUSE
+                    pause, is_watching = _FIRST_PAUSE, False
                     if not newest.version or (newest.version, newest.updates) == state:
                         reached = time.monotonic()
                         continue
@@ -109,20 +110,22 @@ def follow(
                         yield done
                     reached = time.monotonic()
         except (PeerGoneError, WaitTimeoutError, BusyError):
+            if is_watching:  # the answer before may be long ago
+                reached, is_watching = time.monotonic(), False
             if seconds is not None and time.monotonic() - reached >= seconds:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE)
 
 
-def _state_here(client: KeeperClient, address: str, name: str, key: bytes) -> tuple[int, int]:
-    """Return the current version of the carrier, and its updates, if that is what is here; else (0, 0)."""
-    found = check_origin(client, name, address).get("origin_content")
-    if found is None:
+def _state_of(here: str, address: str, name: str, key: bytes) -> tuple[int, int]:
+    """Return the current version of the carrier, and its updates, if its digest is that of what is here; else (0, 0).
+    A carrier may have begun anew, and count as before."""
+    if not here:
         return 0, 0
     with connect(address, key, _ANSWER) as link, contextlib.suppress(NotFoundError):
         opened = link.request(m.Open(name, 0, 0, secrets.token_bytes(16)), m.Opened, _ANSWER)
         digests = link.digests(len(m.check_layout(opened)), _ANSWER)
-        if content(m.layout_digest(opened), digests) == found:
+        if content(m.layout_digest(opened), digests) == here:
             return opened.version, opened.updates
     return 0, 0

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..arrays.views import close_when_unused
+from ..entries.attach import attach
 from ..entries.keepers import current_of
 from ..entries.publish import publish_loaded
+from ..entries.reading import ask_writer
 from ..entries.update import update
+from ..errors import AccessDeniedError, NotFoundError
 from ..memory import Region
 from ..memory.long_work import long_work
 from . import messages as m
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from ..keeper.client import KeeperClient
     from ..spec import Location
     from .engine import Engine
+
+
+_PASSING = ("origin_version", "origin_updates", "origin_content")  # notes that do not stay so
 
 
 class InPlace:
@@ -42,6 +48,11 @@ class InPlace:
         self._version = 0  # here
         self._layout: object = None
         self._regions: list[Region] = []
+
+    @property
+    def content(self) -> str:
+        """The digest of what is here; empty for nothing."""
+        return "" if self.state == (0, 0) else self._base[2].hex()
 
     @property
     def state(self) -> tuple[int, int]:
@@ -61,7 +72,8 @@ class InPlace:
                     share=self._share, base=self._base,
                 ) as pull:  # fmt: skip
                     opened = pull.open()
-                    layout = opened.nbytes, opened.extents, opened.arrays, opened.meta
+                    notes = {key: value for key, value in opened.meta.items() if key not in _PASSING}
+                    layout = opened.nbytes, opened.extents, opened.arrays, notes
                     began = time.monotonic()
                     if is_here and layout == self._layout:
                         self._update(pull, opened)
@@ -82,21 +94,34 @@ class InPlace:
                 pull.fill(into, self._streams)
 
     def _publish(self, pull: Pull, opened: m.Opened) -> None:
-        meta = with_origin(opened, self._address)
-        for what in ("origin_version", "origin_updates", "origin_content"):  # which do not stay so
-            meta.pop(what, None)
+        self._check_nobody_else()
+        meta = {key: value for key, value in with_origin(opened, self._address).items() if key not in _PASSING}
         nbytes = max(opened.nbytes, 1)
         self._client.offer(self._name, 2 * nbytes, handles=2, meta=meta)
-        self._regions = [
+        regions = [
             Region.create(self._location, capacity=nbytes, nbytes=nbytes, inherited=False, managed=True)
             for _ in range(2)
         ]
-        with long_work(f"replicating {self._name}", pull.nbytes, pull.arrived):
-            pull.fill(self._regions[0], self._streams)
-        check_origin(self._client, self._name, self._address)  # others may have published it meanwhile
-        published = publish_loaded(
-            self._client, self._name, self._regions[0], entries(opened), meta=meta, writable=False, ttl=None,
-            updatable=True, spare=self._regions[1],
-        )  # fmt: skip
-        close_when_unused(self._regions[1])
-        self._version = published.version
+        try:
+            with long_work(f"replicating {self._name}", pull.nbytes, pull.arrived):
+                pull.fill(regions[0], self._streams)
+            check_origin(self._client, self._name, self._address)  # others may have published it meanwhile
+            published = publish_loaded(
+                self._client, self._name, regions[0], entries(opened), meta=meta, writable=False, ttl=None,
+                updatable=True, spare=regions[1],
+            )  # fmt: skip
+        finally:
+            close_when_unused(regions[1])  # as the pull does with the first
+        self._regions, self._version = regions, published.version
+
+    def _check_nobody_else(self) -> None:
+        """Raise if something else is here, or another process that lives updates this in place."""
+        check_origin(self._client, self._name, self._address)
+        if self.state != (0, 0):
+            return
+        with contextlib.suppress(NotFoundError), attach(self._name, keeper=self._client.path) as lease:
+            if lease._words is not None and ask_writer(self._client, lease._attachment, lease._words)[0]:
+                raise AccessDeniedError(
+                    f"{self._name!r} is updated in place by another process: end that (vram show has its "
+                    f"pid), or follow without in_place"
+                )

@@ -191,6 +191,8 @@ def replicate(
         If the carrier contradicts itself, or a piece is wrong each time that it comes.
     QuotaError, OutOfMemoryError
         If there is no room here: before anything is transferred.
+    BusyError
+        If an update in place there was begun and not finished.
     UnsupportedError
         If ``vram[nodes]`` is not installed.
 
@@ -273,9 +275,10 @@ def result(pull: Pull, opened: m.Opened, address: str, version: int, seconds: fl
 def with_origin(opened: m.Opened, address: str) -> dict[str, str]:
     """Return the metadata of a replica: the origin's own, its address and version, and room for the content digest."""
     try:
-        meta = check_meta(opened.meta)
+        meta = dict(check_meta(opened.meta))
     except UsageError as error:
         raise ProtocolError(f"{address} says of {opened.name!r} what no entry can say: {error}") from None
+    meta.pop("origin_updates", None)  # of an origin that is a replica itself
     room = "0" * 32  # for what is known once all has come
     updates = {"origin_updates": str(opened.updates)} if opened.updates else {}
     known = {"origin": address, "origin_version": str(opened.version), "origin_content": room, **updates}
