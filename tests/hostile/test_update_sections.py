@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
-from tests.support.deadlines import SOON
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import keeper_here, later
 from tests.support.update_children import publish, seen
 
@@ -122,3 +124,25 @@ def test_an_update_ends_once(path: str) -> None:
         assert seen(lease) == (2, [2])
         one.__exit__(KeyError, KeyError(), None)
         assert (seen(lease), lease.torn) == ((2, [2]), False)
+
+
+def test_a_lease_that_had_a_section_leaves_no_descriptor_to_the_collector(path: str) -> None:
+    publish()
+
+    def read() -> None:
+        with vram.attach("w") as lease, lease.reading():
+            pass
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    read()
+    gc.collect()
+    gc.disable()
+    try:
+        before = count()
+        for _ in range(5):
+            read()
+        until(lambda: count() <= before, seconds=5.0)  # the keeper, which is here, closes in threads
+    finally:
+        gc.enable()

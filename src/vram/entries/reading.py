@@ -314,10 +314,10 @@ class Page:
 class _Slot:
     """One thread's word, how many of its sections are open, and of which version: 0 until the first is entered."""
 
-    __slots__ = ("depth", "entering", "index", "page", "slots", "swaps", "version", "words")
+    __slots__ = ("depth", "entering", "index", "slots", "swaps", "version", "words")
 
     def __init__(self, page: Page, index: int) -> None:
-        self.page, self.index = page, index
+        self.index = index  # without the page, which has this: a lease that is closed leaves nothing to the collector
         self.swaps, self.entering = page.swaps, EITHER if page.swaps else INSIDE
         self.slots, self.words = page.slots, page.words
         self.depth = self.version = 0
