@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 
+def _wish(wanted: Path) -> str:
+    """Return what the test wishes for; it may take it back at any time."""
+    try:
+        return wanted.read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def _run(file: str, arguments: list[str]) -> int:
 
     from vram.keeper import connection, guarded, server
@@ -32,7 +40,7 @@ def _run(file: str, arguments: list[str]) -> int:
 
     def step() -> None:
         nonlocal armed, count
-        wish = wanted.read_text() if wanted.exists() else ""
+        wish = _wish(wanted)
         if wish != armed:
             armed, count = wish, 0
         both, _, number = wish.rpartition(" ")
@@ -54,7 +62,7 @@ def _run(file: str, arguments: list[str]) -> int:
             if name == "begin":
                 links[-1].is_alone = True
             result = inner(*given, **options)
-            wish = wanted.read_text() if wanted.exists() else ""
+            wish = _wish(wanted)
             if wish in (name, f"stop {name}"):  # right after what it names
                 wanted.unlink()
                 os.kill(os.getpid(), signal.SIGKILL if wish == name else signal.SIGSTOP)
