@@ -172,9 +172,14 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
         assert len(said) == 4, said
         begun, counted, late, after = said
         assert begun == m.NextPart(1, 1)
-        assert counted.nbytes == 8 * MIB
+        assert numbers(counted).nbytes == 8 * MIB
         assert (late.kind, "for 1 s" in late.text) == ("NotFoundError", True)
-        assert (after.nbytes, after.descriptors, after.connections) == (0, 0, 1)
+        assert (numbers(after).nbytes, numbers(after).descriptors, numbers(after).connections) == (0, 0, 1)
+
+
+def numbers(said: m.Reply) -> StatisticsInfo:
+    assert isinstance(said, m.Rows)
+    return m.decode_rows(said.rows, StatisticsInfo)[0]
 
 
 # -- what the keeper itself needs --------------------------------------------------------------------------------------
