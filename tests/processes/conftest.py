@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.carried import Nodes, nodes
 from tests.support.deadlines import until
 from tests.support.places import private_socket, short_directory
 from tests.support.updates import HERE
@@ -106,3 +107,10 @@ def streams() -> Iterator[list[int]]:
     finally:
         for stream in made:
             driver.stream_destroy(stream)
+
+
+@pytest.fixture
+def two() -> Iterator[Nodes]:
+    """Where entries come from, and where they go."""
+    with nodes() as found:
+        yield found

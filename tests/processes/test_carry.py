@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.carried import Nodes, carrying, model, nodes, same, write_key
+from tests.support.carried import Nodes, carrying, model, same, write_key
 
 import vram
 from vram.errors import (
@@ -21,12 +20,6 @@ from vram.errors import (
 from vram.nodes.carrier import Carrier
 
 SIZE = 20 << 20  # bytes: two pieces, one of them short
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
 
 
 def test_what_is_replicated_is_the_same_and_says_where_it_came_from(two: Nodes) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.carried import Nodes, carrying, nodes, same, write_key
+from tests.support.carried import Nodes, carrying, nodes, write_key
 from tests.support.deadlines import until
 from tests.support.deltas import (
     PIECE,
     SIZE,
     following,
     forget_soon,
+    is_here,
     next_of,
     offering,
     offers_nothing,
@@ -31,17 +31,6 @@ import vram
 from vram.errors import UnsupportedError
 
 Arrays = dict[str, Any]
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
-
-
-def is_here(two: Nodes, arrays: Arrays) -> bool:
-    with vram.attach("model", keeper=two.here) as lease:
-        return same(lease, arrays)
 
 
 def test_each_version_comes_as_what_changed(two: Nodes) -> None:

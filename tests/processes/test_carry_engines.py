@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tests.support.carried import Nodes, model, nodes, same
+from tests.support.carried import Nodes, model, same
 from tests.support.deadlines import SOON, until
 from tests.support.samples import in_turns
 
@@ -28,12 +28,6 @@ from vram.typing import Replicated
 
 PIECE = 16 << 20
 _numbers = itertools.count()
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
 
 
 class Within:

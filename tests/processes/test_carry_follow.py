@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.carried import Nodes, model, nodes, same
+from tests.support.carried import Nodes, model, same
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.places import private_socket
 
@@ -20,12 +19,6 @@ from vram.errors import AccessDeniedError, PeerGoneError
 from vram.keeper.client import close_client
 from vram.nodes.carrier import Carrier
 from vram.nodes.follow import follow
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
 
 
 def test_each_version_comes(two: Nodes) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.carried import Nodes, model, nodes, same
+from tests.support.carried import Nodes, model, same
 
 import vram
 from vram.nodes.carrier import Carrier
 
 PIECE = 16 << 20
 pytestmark = [pytest.mark.standin, pytest.mark.filterwarnings("default::DeprecationWarning")]
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
 
 
 def publish(two: Nodes, arrays: dict[str, Any], device: str) -> None:

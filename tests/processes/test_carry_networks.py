@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.carried import Nodes, model, nodes, same, write_key
+from tests.support.carried import Nodes, model, same, write_key
 from tests.support.deadlines import SOON, until
 from tests.support.places import private_socket
 
@@ -84,12 +84,6 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait(SOON)
     if process.stdout is not None:
         process.stdout.close()
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
 
 
 def carry(stage: contextlib.ExitStack, network: Network, keeper: str, key: Path, port: int = 0) -> tuple[Any, str]:

@@ -6,11 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.carried import Nodes, carrying, model, nodes, same
+from tests.support.carried import Nodes, carrying, model, same
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.samples import in_turns, some
@@ -24,12 +23,6 @@ from vram.nodes.carrier import Carrier
 
 PIECE = 16 << 20
 SIZE = 5 * PIECE + 1000  # bytes of the model: six pieces
-
-
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
 
 
 def nothing_is_here(two: Nodes) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, nodes, same
 from tests.support.deadlines import SOON, until
-from tests.support.deltas import SIZE, count_offered, following, next_of, offering, weights
+from tests.support.deltas import SIZE, count_offered, following, is_here, next_of, offering, weights
 from tests.support.wires import wire
 
 import vram
@@ -22,21 +21,10 @@ from vram.errors import AccessDeniedError, BusyError, MismatchError, UsageError
 Arrays = dict[str, Any]
 
 
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    with nodes() as found:
-        yield found
-
-
 def update(two: Nodes, arrays: Arrays) -> None:
     with vram.update("model", timeout=SOON, keeper=two.origin) as there:
         for name, array in arrays.items():
             there[name].numpy()[...] = array
-
-
-def is_here(two: Nodes, arrays: Arrays) -> bool:
-    with vram.attach("model", keeper=two.here) as lease:
-        return same(lease, arrays)
 
 
 def test_each_update_comes_as_a_version_and_as_what_changed(two: Nodes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,6 +210,24 @@ def test_what_was_removed_does_not_come_back_with_the_next_keeper(tmp_path: Path
             other.terminate()  # the folder is that of the keeper before
         assert sorted(os.listdir(tmp_path)) == [",keeper", ",program", "moved", "new", "stays"]
         assert first.said().count("vram.disk.saved vram.entry.name=stays\n") == 1
+
+
+def test_a_keeper_that_goes_on_does_not_end_for_its_folder(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with Run(disk) as first:
+        publish("a")
+        first.says("vram.disk.saved vram.entry.name=a\n")
+        disk.chmod(0o777)
+        before = vram.statistics().pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: vram.statistics().pid != before, what="the next keeper")
+        check("a")
+        shutil.rmtree(disk)
+        before = vram.statistics().pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: vram.statistics().pid != before, what="the next keeper")
+        check("a")
+        until(lambda: (disk / "a" / "saved.json").exists(), what="the entry, saved again")
 
 
 def test_a_full_disk_is_said_once_and_the_bytes_of_before_stay(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.carried import Nodes, same
 
+import vram
 from vram.nodes import carrier as carriers
 from vram.nodes.carrier import Carrier
 from vram.nodes.deltas import zstd
@@ -35,6 +37,12 @@ def next_of(arrays: dict[str, Any], share: float = 0.02) -> dict[str, Any]:
     some_ = draw.random(len(w)) < share
     w[some_] = draw.standard_normal(int(some_.sum()), dtype=np.float32).astype(ml_dtypes.bfloat16)
     return {**arrays, "w": w, "step": arrays["step"] + 1}
+
+
+def is_here(two: Nodes, arrays: dict[str, Any]) -> bool:
+    """Whether the model is here, with these arrays."""
+    with vram.attach("model", keeper=two.here) as lease:
+        return same(lease, arrays)
 
 
 def offering(keeper: str, *, deltas: bool = True, key: Path | None = None) -> Carrier:

@@ -42,7 +42,7 @@ def write(path: str, tensors: Mapping[str, Tensor], meta: Mapping[str, str], mos
     if path.endswith(".safetensors"):
         with _in_place(path) as fd:
             _write_one(fd, path, {name: tensors[name] for name in names}, meta)
-        _flush(os.path.dirname(os.path.realpath(path)))  # of the file, where this is a link to it
+        flush(os.path.dirname(os.path.realpath(path)))  # of the file, where this is a link to it
         return (path,)
     return _write_folder(
         path, [{name: tensors[name] for name in shard} for shard in _shards(names, tensors, most)], meta
@@ -170,7 +170,7 @@ def _in_place(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _flush(folder: str) -> None:
+def flush(folder: str) -> None:
     """Have the names in a folder on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

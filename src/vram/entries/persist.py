@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..arrays import weights
-from ..arrays.weights_out import remove_model
+from ..arrays.weights_out import flush, remove_model
 from ..errors import NotFoundError, UsageError, VramError
 from ..keeper.client import client as client_at
 from ..keeper.disk import Order, Outcome, Wanted
@@ -49,9 +49,6 @@ class Record(msgspec.Struct):
     updates: int = 0
 
 
-UNREADABLE = Record(version=-1)
-
-
 class Folder:
     """The folder of one order, and what is done for it."""
 
@@ -65,38 +62,34 @@ class Folder:
             for one in sorted(os.listdir(self._order.folder)):
                 name = one.replace(",", "/")
                 if one.isascii() and name.startswith(self._order.prefix) and not (name in rows and rows[name].version):
-                    self._look_at(name, rows)
+                    self._try(name, "restored", partial(self._look_at, name, rows))
         for row in rows.values():
             if row.version:
                 self._try(row.name, "saved", partial(self._save, row))
             else:
                 self._try(row.name, "removed", partial(self._remove, row.name))
 
-    def _look_at(self, name: str, rows: dict[str, Wanted]) -> None:
-        """Publish what the folder has and the keeper lacks, or have it removed."""
+    def _look_at(self, name: str, rows: dict[str, Wanted]) -> bool:
+        """Publish an entry that the keeper lacks, or have it removed; return whether it was published."""
         record = self._record(name)
-        if record == UNREADABLE:
-            self._try(name, "restored", partial(self._complain, f"{self._path(name) / _RECORD} cannot be read"))
-        elif record is not None and record.instance == self._order.instance:  # it was removed while nobody looked
+        if record is None:
+            return False
+        if record.instance == self._order.instance:  # it was removed while nobody looked
             rows[name] = Wanted(name, 0, 0)
-        elif record is not None and rows.pop(name, None) is None and record.version:
-            self._try(name, "restored", partial(self._publish, name))
-
-    @staticmethod
-    def _complain(what: str) -> bool:
-        raise UsageError(what)
+            return False
+        return rows.pop(name, None) is None and record.version > 0 and self._publish(name)
 
     def _path(self, name: str) -> Path:
         return Path(self._order.folder, name.replace("/", ","))
 
     def _record(self, name: str) -> Record | None:
-        """Return the record of a sub-folder; None if there is none."""
+        """Return the record of a sub-folder; None if there is none. Raises UsageError if it cannot be read."""
         try:
             return msgspec.json.decode((self._path(name) / _RECORD).read_bytes(), type=Record)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return UNREADABLE
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{str(self._path(name) / _RECORD)!r} cannot be read: {error}") from None
 
     def _note(self, name: str, record: Record) -> None:
         made = self._path(name) / _PART
@@ -104,17 +97,20 @@ class Folder:
             file.write(msgspec.json.encode(record))
             os.fsync(file.fileno())
         os.rename(made, made.with_name(_RECORD))
+        flush(str(made.parent))
 
     def _save(self, row: Wanted) -> bool:
         """Save a version, unless it is there; return whether it was saved."""
-        path, record = self._path(row.name), self._record(row.name)
+        path = self._path(row.name)
         wanted = Record(self._order.instance, row.version, row.updates)
-        if record == wanted and self._is_whole(path):
-            return False
-        if record is None:
+        with contextlib.suppress(UsageError):  # a record that cannot be read is replaced
+            if self._record(row.name) == wanted and self._is_whole(path):
+                return False
+        if not (path / _RECORD).exists():
             if path.exists() and set(os.listdir(path)) - {_PART}:
                 raise UsageError(f"{str(path)!r} is there already, and was not made by this")
             path.mkdir(mode=0o700, exist_ok=True)
+            flush(self._order.folder)
             self._note(row.name, Record())
         for _ in range(_TRIES):
             try:
@@ -147,7 +143,7 @@ class Folder:
     def _remove(self, name: str) -> bool:
         """Remove what was written here of an entry; return whether there was anything."""
         path = self._path(name)
-        if self._record(name) is None:
+        if not (path / _RECORD).exists():
             return False
         remove_model(str(path))
         for one in (_PART, _RECORD):
@@ -194,6 +190,7 @@ def main() -> None:
     """Carry out one order. One process at a time has a folder: that of a keeper that has ended goes on to its end."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     with contextlib.suppress(OSError):  # nothing can be written there, and each entry says so
+        os.makedirs(order.folder, 0o700, exist_ok=True)
         lock = os.open(os.path.join(order.folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
     Folder(order, client_at(order.socket, label="vram keep --persist")).agree()

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from ..errors import PeerGoneError, UnsupportedError, UsageError, VramError
+from ..errors import BusyError, PeerGoneError, UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
 from ..version import __version__
 from . import event_log
@@ -199,13 +199,19 @@ def _keep(given: argparse.Namespace, options: list[str]) -> int:
     return 0
 
 
-def _disk(server: KeeperServer, given: argparse.Namespace, *, follows: bool) -> Disk:
-    from .disk import Disk, own_folder
+def _disk(server: KeeperServer, given: argparse.Namespace, *, follows: bool) -> Disk | None:
+    """Return the folder that entries are saved in. A keeper that goes on for another does not end for lack of it."""
+    from .disk import Disk
 
-    given.persist = own_folder(given.persist)
     if server.lost_rows or not given.instance:  # what is not there any more was not removed
         given.instance = secrets.token_hex(8)
-    return Disk(server, given.persist, given.persist_prefix or "", given.instance, follows=follows)
+    try:
+        return Disk(server, given.persist, given.persist_prefix or "", given.instance, follows=follows)
+    except BusyError as error:
+        if not follows:
+            raise
+        event_log.say("vram.disk.not_saved", logging.WARNING, error=error, otherwise=f"vram keep: {error}")
+        return None
 
 
 def _limits(given: argparse.Namespace) -> Quotas:

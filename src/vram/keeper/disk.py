@@ -2,7 +2,7 @@
 
 A keeper maps no memory, and waits for no disk. So a program does the work (:mod:`vram.entries.persist`): it is given
 names and their versions, has the folder agree with them, and ends. The thread that waits for it is not the keeper's.
-What is not to be kept is as good as removed: versions with a time to live, and those that readers may write to.
+Versions with a time to live, and those that readers may write to, are as good as removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from asyncio import TimerHandle
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,7 +37,6 @@ SOON = 1.0  # seconds from a change until it is saved: what comes together is sa
 REST = 30.0  # seconds at least between two saves of an entry
 AGAIN = 60.0  # seconds until what failed is tried again
 _TWICE = 1.0  # seconds in which a signal that comes again is the same one: from a terminal, and from the guardian
-_LAST = 5.0  # seconds that a keeper which is followed takes to end, at most
 _ROUNDS = 3  # at the end, for what is published meanwhile
 _EVENTS = {
     "saved": ("vram.disk.saved", "vram.disk.not_saved"),
@@ -112,16 +110,12 @@ class Disk:
             lock = os.open(os.path.join(self.folder, ",keeper"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:  # nothing can be saved there, which the program says; what is there is published
             return -1
-        until = time.monotonic() + _LAST * self.follows  # the one before may be about to end
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    os.close(lock)
-                    raise BusyError(f"another keeper saves in {self.folder}: give each a folder of its own") from None
-                time.sleep(0.05)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process of a keeper that is followed has ended
+        except BlockingIOError:
+            os.close(lock)
+            raise BusyError(f"another keeper saves in {self.folder}: give each a folder of its own") from None
+        return lock
 
     def begin(self, ready: Callable[[], None]) -> None:
         """Have the folder and the keeper agree. A keeper that follows no other is ready once what the folder has is

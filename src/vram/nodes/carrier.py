@@ -59,6 +59,11 @@ _ANSWERS = 16  # of an engine that has something to forget once their connection
 _Key = tuple[str, int, int]
 
 
+def _updates(lease: Lease) -> int:
+    """Return the number of the last update in place of what a lease is on; 0 for what is not updated so."""
+    return 0 if lease._words is None else lease._words[VERSION]
+
+
 class _Offered:
     """A version that is being pulled, with those who pull it; it owns the lease, and is used once it is ready."""
 
@@ -275,7 +280,7 @@ class Carrier(Owned):
             lease = attach(name, version=version or None, keeper=self._keeper)
         except UsageError as error:  # a name that no entry can have
             raise NotFoundError(str(error)) from None
-        updates = 0 if lease._words is None else lease._words[VERSION]
+        updates = _updates(lease)
         with self._lock:
             offered = self._offered.get((name, lease.version, updates))
             if offered is None or offered.lease._client is not lease._client:  # of a keeper before, which has ended
@@ -505,7 +510,7 @@ class _Session:
             left = max(0.0, until - time.monotonic())
             try:
                 with attach(request.name, timeout=min(left, _WAIT), keeper=carrier._keeper) as lease:
-                    updates = 0 if lease._words is None else lease._words[VERSION]
+                    updates = _updates(lease)
                     if (lease.version, updates) != (request.version, request.updates):
                         return m.Newest(lease.version, updates)
                     poll = select.poll()

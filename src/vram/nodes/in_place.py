@@ -1,13 +1,12 @@
 """A replica that is updated in place, as its origin goes on: one version here, in two slots.
 
-What is new is pulled into the slot that is not current, by deltas to the one that is. So no reader waits, none sees a
+A new state is pulled into the slot that is not current, by deltas to the one that is. So no reader waits, none sees a
 piece that was not checked, and nothing is torn when a transfer breaks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -74,7 +73,6 @@ class InPlace:
                     opened = pull.open()
                     notes = {key: value for key, value in opened.meta.items() if key not in _PASSING}
                     layout = opened.nbytes, opened.extents, opened.arrays, notes
-                    began = time.monotonic()
                     if is_here and layout == self._layout:
                         self._update(pull, opened)
                     else:
@@ -82,7 +80,7 @@ class InPlace:
                     self._layout = layout
                     self._base = opened.version, opened.updates, bytes.fromhex(pull.content())
                     pull.linger()
-                    return result(pull, opened, self._address, self._version, time.monotonic() - began)
+                    return result(pull, opened, self._address, self._version)
 
     def _update(self, pull: Pull, opened: m.Opened) -> None:
         # A reader that stays in its section of the version before the last is named by the error.

@@ -114,6 +114,7 @@ class Pull:
         self._giving = 0
         self._gave = time.monotonic()
         self.nbytes = self.from_peers = self.delta_bytes = self.reconnected = 0
+        self.seconds = 0.0  # that filling took
         self.engine = ""
         self.rates: dict[str, float] = {}
         self.why: dict[str, str] = {}
@@ -136,6 +137,7 @@ class Pull:
     def fill(self, region: Region, streams: int) -> None:
         """Fill a region of the host or of a GPU, which this object closes from now on.
         Raises ReplacedError if the version went while the connection was broken."""
+        began = time.monotonic()
         self._region = region
         if region.location == HOST:
             self._whole = host_view(region)
@@ -152,6 +154,7 @@ class Pull:
                 )
                 self._reader = secrets.token_bytes(16)
                 waiting(time.sleep, _FIRST_PAUSE)
+        self.seconds = time.monotonic() - began
         if self._deltas is not None:  # it holds a version that is about to be replaced
             self._deltas.close()
         if self._torn:

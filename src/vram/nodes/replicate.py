@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, overload
@@ -242,18 +241,16 @@ def _replicate(
     meta = with_origin(opened, address)
     nbytes = max(opened.nbytes, 1)  # an entry of empty arrays has memory, too
     client.offer(name, nbytes, meta=meta)
-    began = time.monotonic()
     # Which is sealed in the end: what is forked while it comes in is not to have it mapped.
     region = Region.create(location, capacity=nbytes, nbytes=nbytes, inherited=False, managed=True)
     with long_work(f"replicating {name}", pull.nbytes, pull.arrived):
         pull.fill(region, streams)
-    seconds = time.monotonic() - began
     check_origin(client, name, address)  # others may have published it meanwhile
     meta["origin_content"] = pull.content()
     arrays = entries(opened)
     published = publish_loaded(client, name, region, arrays, meta=meta, writable=False, ttl=None, updatable=False)
     pull.linger()
-    return result(pull, opened, address, published.version, seconds)
+    return result(pull, opened, address, published.version)
 
 
 def entries(opened: m.Opened) -> dict[str, ArrayEntry]:
@@ -264,10 +261,10 @@ def entries(opened: m.Opened) -> dict[str, ArrayEntry]:
     }
 
 
-def result(pull: Pull, opened: m.Opened, address: str, version: int, seconds: float) -> Replicated:
+def result(pull: Pull, opened: m.Opened, address: str, version: int) -> Replicated:
     """Return how a replica came, which is this version here."""
     return Replicated(
-        opened.name, version, address, opened.version, len(opened.arrays), pull.nbytes, seconds, pull.engine,
+        opened.name, version, address, opened.version, len(opened.arrays), pull.nbytes, pull.seconds, pull.engine,
         pull.rates, pull.why, pull.from_peers, pull.reconnected, pull.delta_bytes, opened.updates,
     )  # fmt: skip
 
