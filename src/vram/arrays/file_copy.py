@@ -13,7 +13,7 @@ from ..lifetime import shielded, waiting
 from ..memory import Region
 from ..memory.kinds import way
 from .pieces import Pieces
-from .upload import ring_of
+from .upload import ring_of, write
 from .views import RegionViews
 
 _PIECE = 64 << 20  # bytes that a thread copies at once
@@ -80,10 +80,9 @@ def _by_threads(pieces: Pieces[Any], work: Callable[[int, Pieces[Any]], None]) -
 def _write_out(pieces: Pieces[_Write], region: Region) -> None:
     driver: Any = region.driver
     for offset, fd, start, nbytes in iter(pieces.next, None):
+        driver.populate(region.address + offset, nbytes)  # at once: a write looks each page up that is not mapped
         with driver.buffer(region.address + offset, nbytes, readonly=True) as view:
-            done = 0
-            while done < nbytes:
-                done += waiting(os.pwrite, fd, view[done:], start + done)
+            write(fd, start, view)
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ class Ring:
         self._driver.event_synchronize(self._events[slot])
         offset = slot * self._slot
         with self._buffer[offset : offset + nbytes] as buffer:
-            _write(fd, start, buffer)
+            write(fd, start, buffer)
 
 
 def _destroy_events(driver: DeviceMemory, events: list[int]) -> None:
@@ -205,11 +205,13 @@ def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[int], Exce
         done += count
 
 
-def _write(fd: int, start: int, buffer: memoryview) -> None:
+def write(fd: int, start: int, buffer: memoryview) -> None:
+    """Write a piece of a file, and have the disk begin with it: or it waits until all is to be flushed."""
     done = 0
     while done < buffer.nbytes:
         with buffer[done:] as part:
             done += waiting(os.pwrite, fd, part, start + done)
+    os.posix_fadvise(fd, start, buffer.nbytes, os.POSIX_FADV_DONTNEED)  # which keeps what is not yet on the disk
 
 
 def _after_fork_in_child() -> None:
