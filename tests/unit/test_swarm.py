@@ -176,11 +176,13 @@ def test_whatever_happens_all_is_counted(data: st.DataObject) -> None:
     assert {swarm.next(b"new") for _ in range(count)} == {(number, "") for number in range(count)}
 
 
-def test_the_source_sends_a_few_pieces_at_a_time() -> None:
-    swarm = Swarm(SENDS + 1)
+def test_the_source_sends_a_few_pieces_at_a_time_to_several_readers() -> None:
+    swarm = Swarm(3 * SENDS)
     swarm.join(b"a", "a:1")
-    begun = [swarm.next(b"a") for _ in range(SENDS)]
-    assert swarm.next(b"a") is None
-    assert begun[0] is not None
-    swarm.failed(b"a", begun[0].number)
-    assert swarm.next(b"a") is not None
+    begun = [swarm.next(b"a") for _ in range(SENDS + 1)]  # as many as it asks for, alone
+    swarm.join(b"b", "b:1")
+    assert swarm.next(b"b") is None
+    for one in begun[:2]:
+        assert one is not None
+        swarm.failed(b"a", one.number)
+    assert swarm.next(b"b") is not None

@@ -1,8 +1,8 @@
 """The assignment of pieces to the readers of one version. Pure: no socket, no clock, no lock.
 
-A piece that no reader has comes from the source, a few at a time and each time another one. Other pieces come from
-readers: the piece that fewest have, from the least busy reader. A reader that fails is asked no more, and a piece that
-no living reader has or gets comes from the source again, so the source alone suffices.
+A piece that no reader has comes from the source, each time another one, and a few at a time if there are several
+readers. Other pieces come from readers: the piece that fewest have, from the least busy reader. A reader that fails is
+asked no more, and a piece that no living reader has or gets comes from the source again, so the source alone suffices.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Swarm:
         """Return the next piece for a reader and its sender; None if it has to wait for others (see :meth:`is_done`).
         `insist` is for a reader that has waited long: a piece that no reader can give comes from the source."""
         me = self._readers[reader]
-        if self._sending < self._sends:
+        if self._sending < self._sends or len(self._readers) == 1:
             for number in self._rare if len(self._rare) < len(me.lacks) else me.lacks:
                 if number in me.lacks and number in self._rare:
                     return self._begin(me, Assignment(number, ""))
