@@ -176,7 +176,7 @@ test-adapters: ## serve with real vLLM and SGLang on the CPU, with the adapters 
 # installed without. With NODES_TORCH=torch==2.13.0 tensors are passed, too.
 NODES_VENV ?= .venv-nodes
 NODES_TORCH ?=
-nodes_needs := pytest numpy ml_dtypes msgspec safetensors typer rich xxhash 'backports.zstd;python_version<"3.14"'
+nodes_needs := pytest numpy ml_dtypes msgspec safetensors typer rich xxhash zstandard
 .PHONY: test-nodes
 test-nodes: $(NODES_VENV)/.made ## Ray and NIXL as they are published, with the adapters: loopback only; not part of CI
 	@"$(NODES_VENV)/bin/python" tests/engines/check.py nixl

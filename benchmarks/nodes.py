@@ -12,22 +12,28 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import vram
 from vram.arrays.numpy_on_use import np
+from vram.arrays.views import NDArray
 from vram.bench.children import DEADLINE, Child, child, own_keeper, status
 from vram.bench.measure import Figure, Result, Row, in_turns
 from vram.keeper.client import close_client
 from vram.nodes.address import KEY_VARIABLE
 from vram.nodes.carrier import Carrier
+from vram.nodes.replicate import STREAMS
 
 _NAME = "model"
+_PART = 1 << 20  # bytes that a thread changes at a time
 _READERS = 16
 _MOST_COPIES = 4
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as ours
+_MANY = 32  # cores, for both ends of a link of 1 GB/s and for what limits it
 
 
 def on_host(quick: bool) -> Result:
@@ -48,7 +54,8 @@ def on_host(quick: bool) -> Result:
     rows.append(Row.held(said, _rate(values["ours"], nbytes), best, at_least=0.8))
     rows.append(Row("the first time: the source finds out the digests", _rate([first], nbytes)))
     rows.append(Row.limited("memory of the reader, at its peak", Figure.of([peak], "copies"), at_most=1.1))
-    rows += _deltas(nbytes // 2, rounds)
+    many = len(os.sched_getaffinity(0)) >= _MANY and not quick
+    rows += _deltas(16 << 30, 24, 1e9, 2) if many else _deltas(nbytes // 2, 4, 125e6, min(rounds, 2))
     with _key(), child(_carry, small) as source:  # without one nothing is passed on
         address = source.hear()
         alone = _many(source, address, small, readers, share=False)
@@ -65,28 +72,33 @@ def on_host(quick: bool) -> Result:
     )
 
 
-def _deltas(nbytes: int, rounds: int) -> list[Row]:
-    """Measure a reader that has the version before against one that has nothing; one word in fifty changed."""
+def _deltas(nbytes: int, streams: int, link: float, rounds: int) -> list[Row]:
+    """Measure a reader that has the version before against one that has nothing, over a link of so many bytes a second;
+    of each mebibyte one word in fifty changed."""
     sizes: list[float] = []
-    with (
-        child(_carry, nbytes, True) as source,
-        child(_pull, address := source.hear(), True) as other,
-        child(_pull, address, True, True) as follower,
-    ):
-        follower.hear()
-        other.hear()
-        follower.ask("pull")
+    with child(_limit, link) as limit, child(_carry, nbytes, limit.hear()) as source:
+        limit.tell(source.hear())
+        there = limit.hear()
+        with (
+            child(_pull, there, False, streams) as other,
+            child(_pull, there, False, streams, True) as follower,
+        ):
+            follower.hear()
+            other.hear()
+            follower.ask("pull")
 
-        def changed() -> float:
-            source.ask("next")
-            other.ask("pull")  # the source finds out the digests
-            seconds, _, packed = follower.ask("pull")
-            sizes.append(packed / nbytes)
-            return float(seconds)
+            def changed() -> float:
+                source.ask("next")
+                seconds, _, packed = follower.ask("pull")
+                sizes.append(packed / nbytes)
+                return float(seconds)
 
-        values = in_turns({"delta": changed, "whole": lambda: other.ask("pull")[0]}, rounds, warm=1)
-    whole = Row(f"{nbytes >> 20} MiB, whole", Figure.of(values["whole"], "s"))
-    delta = Row.held("the same, of which 2 % changed, as a delta", Figure.of(values["delta"], "s"), whole)
+            values = in_turns({"delta": changed, "whole": lambda: other.ask("pull")[0]}, rounds, warm=1)
+    what = f"{nbytes >> 20} MiB over a link of {link / 1e9:g} GB/s, {streams} streams"
+    whole = Row(f"{what}: whole", Figure.of(values["whole"], "s"))
+    delta = Row.held(
+        "the same, of which 2 % changed, as a delta", Figure.of(values["delta"], "s"), whole, at_most=1 / 4
+    )
     return [whole, delta, Row.limited("bytes of the delta", Figure.of(sizes[1:], "copies"), at_most=1 / 12)]
 
 
@@ -112,30 +124,38 @@ def _key() -> Iterator[None]:
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
-def _carry(pipe: Connection, nbytes: int, deltas: bool = False) -> None:
+def _carry(pipe: Connection, nbytes: int, limit: str = "") -> None:
+    """Offer an entry; where a limit is named, that is how it is reached, and deltas are sent."""
     with own_keeper() as path:
         with vram.empty(nbytes, "uint8", device="host") as array:
             array.numpy().view(np.uint64)[...] = np.arange(nbytes // 8, dtype=np.uint64)
             vram.publish(_NAME, {"w": array}, keeper=path)
-        with Carrier("127.0.0.1:0", deltas=deltas, keeper=path) as carrier:
+        names = [limit] if limit else []
+        with Carrier("127.0.0.1:0", deltas=bool(limit), names=names, keeper=path) as carrier:
             pipe.send(carrier.address)
-            draw = np.random.default_rng(1)
             while True:
                 if pipe.recv() == ("next",):
                     with (
                         vram.attach(_NAME, keeper=path) as lease,
                         vram.empty(nbytes, "uint8", device="host") as array,
+                        ThreadPoolExecutor() as threads,
                     ):
-                        words = array.numpy().view(np.uint16)
-                        words[...] = lease["w"].numpy().view(np.uint16)
-                        some = draw.integers(0, len(words), len(words) // 50)
-                        words[some] ^= draw.integers(1, 1 << 16, len(some), dtype=np.uint16)
-                        del words
+                        old, new = (one.numpy().reshape(-1, _PART).view(np.uint16) for one in (lease["w"], array))
+                        deque(threads.map(_change, old, new), 0)
+                        del old, new
                         vram.publish(_NAME, {"w": array}, keeper=path)
                 pipe.send(carrier.sent)
 
 
-def _pull(pipe: Connection, address: str, share: bool, follows: bool = False) -> None:
+def _change(old: NDArray, new: NDArray) -> None:
+    """Make the next state of a part, one word in fifty of which changed."""
+    draw = np.random.default_rng()
+    new[...] = old
+    some = draw.integers(0, len(new), len(new) // 50)
+    new[some] ^= draw.integers(1, 1 << 16, len(some), dtype=np.uint16)
+
+
+def _pull(pipe: Connection, address: str, share: bool, streams: int = STREAMS, follows: bool = False) -> None:
     with own_keeper() as path:
         Path("/proc/self/clear_refs").write_text("5")  # what was resident at most, from here on
         before = status("self", "VmRSS")
@@ -145,11 +165,60 @@ def _pull(pipe: Connection, address: str, share: bool, follows: bool = False) ->
             if what == "peak":
                 pipe.send(status("self", "VmHWM") - before)
                 continue
-            done = vram.replicate(address, _NAME, share=share, timeout=DEADLINE, keeper=path)
-            pipe.send((done.seconds, done.from_peers, done.delta_bytes))
+            began = time.perf_counter()
+            done = vram.replicate(address, _NAME, share=share, streams=streams, timeout=DEADLINE, keeper=path)
+            pipe.send((time.perf_counter() - began, done.from_peers, done.delta_bytes))
             if not follows:
                 vram.remove(_NAME, keeper=path)
             close_client(path)  # and with it what it kept of this version
+
+
+def _limit(pipe: Connection, rate: float) -> None:
+    """Pass on what readers and a carrier say, the carrier so many bytes a second over all connections."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        here = f"127.0.0.1:{listener.getsockname()[1]}"
+        pipe.send(here)
+        (there,) = pipe.recv()
+        host, port = there.rsplit(":", 1)
+        pipe.send(here)
+        budget = _Budget(rate)
+        threading.Thread(target=_hang_up, args=(pipe,), daemon=True).start()
+        while True:
+            reader, _ = listener.accept()
+            carrier = socket.create_connection((host, int(port)))
+            threading.Thread(target=_pass_on, args=(reader, carrier, None), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(carrier, reader, budget), daemon=True).start()
+
+
+class _Budget:
+    """Bytes a second that several threads have in common."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._lock, self._next = rate, threading.Lock(), 0.0
+
+    def spend(self, nbytes: int) -> None:
+        """Wait until so many bytes may go."""
+        with self._lock:
+            self._next = max(self._next, time.perf_counter() - _BUFFER / self._rate) + nbytes / self._rate
+            ahead = self._next - time.perf_counter()
+        if ahead > 0:
+            time.sleep(ahead)
+
+
+def _pass_on(source: socket.socket, sink: socket.socket, budget: _Budget | None) -> None:
+    block = memoryview(bytearray(1 << 18))
+    with contextlib.suppress(OSError):  # of an end that hung up
+        while count := source.recv_into(block):
+            if budget is not None:
+                budget.spend(count)
+            sink.sendall(block[:count])
+        sink.shutdown(socket.SHUT_WR)
+
+
+def _hang_up(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    os._exit(0)
 
 
 def _many(source: Child, address: str, nbytes: int, readers: int, *, share: bool) -> tuple[float, float]:

@@ -15,14 +15,15 @@ from tests.support.deadlines import until
 from tests.support.deltas import (
     PIECE,
     SIZE,
+    be_without,
     following,
     forget_soon,
+    have_many_memories,
     is_here,
     next_of,
     offering,
     offers_nothing,
     weights,
-    without_zstd,
 )
 from tests.support.samples import some
 from tests.support.wires import wire
@@ -33,7 +34,8 @@ from vram.errors import UnsupportedError
 Arrays = dict[str, Any]
 
 
-def test_each_version_comes_as_what_changed(two: Nodes) -> None:
+def test_each_version_comes_as_what_changed(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_many_memories(monkeypatch)
     arrays = weights()
     with offering(two.origin) as carrier, following(carrier.address, two.here) as versions:
         for version in (1, 2, 3):
@@ -42,6 +44,8 @@ def test_each_version_comes_as_what_changed(two: Nodes) -> None:
             done = next(versions)
             assert (done.origin_version, done.why) == (version, {})
             assert is_here(two, arrays)
+            with vram.attach("model", keeper=two.here) as lease:
+                assert len(lease["w"].region.segments(0, SIZE)[0]) == 3
             if version > 1:
                 assert 0 < done.delta_bytes <= SIZE / 12
                 assert carrier.sent - before == done.delta_bytes
@@ -180,17 +184,12 @@ def test_a_version_is_kept_as_a_base_until_another_was_pulled(two: Nodes, monkey
         until(lambda: not vram.statistics(keeper=two.origin).leases, what="the end of the base of a name that is gone")
 
 
-def test_without_zstd_all_of_it_comes(two: Nodes) -> None:
-    vram.publish("model", SMALL, keeper=two.origin)
-    with offering(two.origin) as carrier:
-        vram.replicate(carrier.address, "model", keeper=two.here)
-        vram.publish("model", NEXT, keeper=two.origin)
-        with without_zstd():
-            done = vram.replicate(carrier.address, "model", keeper=two.here)
-            with pytest.raises(UnsupportedError, match=r"backports\.zstd"):
-                offering(two.origin)
-        assert "backports.zstd" in done.why["delta"]
-    assert is_here(two, NEXT)
+@pytest.mark.parametrize("package", ["xxhash", "zstandard"])
+def test_without_the_extra_it_is_named(two: Nodes, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_without(package, monkeypatch)
+    for act in (offering, lambda keeper: vram.replicate("127.0.0.1:1", "model", keeper=keeper)):
+        with pytest.raises(UnsupportedError, match=package):
+            act(two.here)
 
 
 def test_what_can_be_written_to_is_no_base(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

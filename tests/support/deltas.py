@@ -1,4 +1,4 @@
-"""Carriers that send deltas, replicas that follow them, and both without zstd."""
+"""Carriers that send deltas, and replicas that follow them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.support.carried import Nodes, same
 
 import vram
 from vram.nodes import carrier as carriers
+from vram.nodes import replicate
 from vram.nodes.carrier import Carrier
-from vram.nodes.deltas import zstd
+from vram.nodes.digests import check_installed
 from vram.nodes.follow import follow
 from vram.typing import Replicated
 
@@ -63,6 +64,17 @@ def forget_soon(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(carriers, "KEPT", 0.2)
 
 
+def have_many_memories(patch: pytest.MonkeyPatch) -> None:
+    """Have a replica on the host made of a memory for each piece."""
+    patch.setattr(replicate, "_LEAST_PART", PIECE)
+
+
+def be_without(package: str, patch: pytest.MonkeyPatch) -> None:
+    """Be where a package is not installed."""
+    patch.setitem(sys.modules, package, None)
+    check_installed.cache_clear()
+
+
 def count_offered(carrier: Carrier) -> int:
     """Return how many states a carrier has attached or copied."""
     return len({id(one) for one in (*carrier._offered.values(), *carrier._bases.values())})
@@ -71,13 +83,3 @@ def count_offered(carrier: Carrier) -> int:
 def offers_nothing(carrier: Carrier) -> bool:
     """Whether a carrier has no version but bases."""
     return not carrier._offered
-
-
-@contextlib.contextmanager
-def without_zstd() -> Iterator[None]:
-    """Be where it is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("backports.zstd", "compression.zstd"):
-            patch.setitem(sys.modules, module, None)
-        zstd.cache_clear()
-        yield

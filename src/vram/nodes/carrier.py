@@ -34,7 +34,6 @@ from ..spec import check_timeout, printable
 from . import messages as m
 from .address import parse_address, place_of, read_key
 from .connection import Connection
-from .deltas import zstd
 from .digests import check_installed
 from .engine import Engine, Offering
 from .server import Server
@@ -200,8 +199,6 @@ class Carrier(Owned):
     ) -> None:
         check_installed()
         self._deltas = check_flag(deltas, "deltas")
-        if deltas:
-            zstd()
         self._engines = (TCP, *engines)
         host, port = parse_address(address)
         places = [place_of(*parse_address(name)) for name in names]

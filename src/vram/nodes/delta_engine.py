@@ -12,7 +12,7 @@ from ..entries.attach import attach
 from ..errors import NotFoundError, ProtocolError, UnsupportedError
 from ..spec import HOST, Location
 from .connection import Connection
-from .deltas import unpack, zstd
+from .deltas import unpack
 from .engine import Offering, Reading, Span
 from .messages import Piece
 from .stock import host_view
@@ -37,12 +37,11 @@ def base_of(meta: Mapping[str, str]) -> Base:
 class Deltas:
     """The replica that is here as the base of deltas, and an engine that reads them: the current one, of which it owns
     a lease until it is closed, or a `region` that nobody writes to meanwhile.
-    Raises NotFoundError if another one is current by now, UnsupportedError without zstd."""
+    Raises NotFoundError if another one is current by now."""
 
     name = "delta"
 
     def __init__(self, name: str, content: bytes, keeper: str, region: Region | None = None) -> None:
-        zstd()
         self.content = content
         self._whole: tuple[Array, memoryview] | None = None
         self._lease = attach(name, keeper=keeper) if region is None else None

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from ..errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 @functools.cache
-def check_installed() -> ModuleType:
-    """Return what makes digests. Raises :class:`UnsupportedError` where the extra is not installed."""
+def check_installed() -> tuple[ModuleType, ModuleType]:
+    """Return what makes digests and deltas. Raises :class:`UnsupportedError` where the extra is not installed."""
     try:
         import xxhash  # an extra: who stays on one machine needs none of it
-    except ImportError:
+        import zstandard
+    except ImportError as error:
         raise UnsupportedError(
-            "replicas on other nodes",
-            "the package xxhash",
-            "no such package",
+            "replicas on other nodes", f"the package {error.name}", "no such package",
             "pip install '.[nodes]' in a clone of vram",
-        ) from None
-    return xxhash
+        ) from None  # fmt: skip
+    return xxhash, zstandard
 
 
 def digest(data: bytes | memoryview) -> bytes:
     """Return the 16 bytes of a digest."""
-    found: bytes = check_installed().xxh3_128_digest(data)
+    found: bytes = check_installed()[0].xxh3_128_digest(data)
     return found
 
 

@@ -22,7 +22,7 @@ from ..memory.long_work import long_work
 from . import messages as m
 from .delta_engine import NO_BASE, Base
 from .pull import Pull, ReplacedError
-from .replicate import Replicated, check_origin, entries, result, with_origin
+from .replicate import Replicated, check_origin, entries, make_room, result, with_origin
 
 if TYPE_CHECKING:
     from ..keeper.client import KeeperClient
@@ -94,12 +94,7 @@ class InPlace:
     def _publish(self, pull: Pull, opened: m.Opened) -> None:
         self._check_nobody_else()
         meta = {key: value for key, value in with_origin(opened, self._address).items() if key not in _PASSING}
-        nbytes = max(opened.nbytes, 1)
-        self._client.offer(self._name, 2 * nbytes, handles=2, meta=meta)
-        regions = [
-            Region.create(self._location, capacity=nbytes, nbytes=nbytes, inherited=False, managed=True)
-            for _ in range(2)
-        ]
+        regions = make_room(self._client, self._name, self._location, opened.nbytes, meta, 2)
         try:
             with long_work(f"replicating {self._name}", pull.nbytes, pull.arrived):
                 pull.fill(regions[0], self._streams)

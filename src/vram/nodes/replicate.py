@@ -20,7 +20,7 @@ from ..lifetime import shielded
 from ..memory import Region
 from ..memory.long_work import long_work
 from ..sharing.descriptor import ArrayEntry
-from ..spec import Location, check_timeout
+from ..spec import HOST, Location, check_timeout, round_up
 from . import messages as m
 from .address import parse_address, read_key
 from .delta_engine import base_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..keeper.private import Keeper
 
 STREAMS = 2  # connections that pieces come over at the same time
+_PARTS, _LEAST_PART = 16, 64 << 20  # memories of a replica on the host, and bytes of each at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +240,7 @@ def _replicate(
     opened = pull.open()
     pull.use_deltas(client.path, opened.whole)
     meta = with_origin(opened, address)
-    nbytes = max(opened.nbytes, 1)  # an entry of empty arrays has memory, too
-    client.offer(name, nbytes, meta=meta)
-    # Which is sealed in the end: what is forked while it comes in is not to have it mapped.
-    region = Region.create(location, capacity=nbytes, nbytes=nbytes, inherited=False, managed=True)
+    (region,) = make_room(client, name, location, opened.nbytes, meta)
     with long_work(f"replicating {name}", pull.nbytes, pull.arrived):
         pull.fill(region, streams)
     check_origin(client, name, address)  # others may have published it meanwhile
@@ -251,6 +249,22 @@ def _replicate(
     published = publish_loaded(client, name, region, arrays, meta=meta, writable=False, ttl=None, updatable=False)
     pull.linger()
     return result(pull, opened, address, published.version)
+
+
+def make_room(
+    client: KeeperClient, name: str, location: Location, nbytes: int, meta: dict[str, str], count: int = 1
+) -> list[Region]:
+    """Ask the keeper for room for replicas, and make their regions, on the host of several memories: the kernel adds
+    the pages of one under one lock."""
+    nbytes = max(nbytes, 1)  # an entry of empty arrays has memory, too
+    parts = min(_PARTS, -(-nbytes // _LEAST_PART)) if location == HOST else 1
+    client.offer(name, count * nbytes, handles=count * parts, meta=meta)
+    chunk = round_up(-(-nbytes // parts), m.PIECE)
+    # They are sealed in the end: what is forked while it comes in is not to have it mapped.
+    return [
+        Region.create(location, capacity=nbytes, nbytes=nbytes, chunk=chunk, inherited=False, managed=True)
+        for _ in range(count)
+    ]
 
 
 def entries(opened: m.Opened) -> dict[str, ArrayEntry]:
