@@ -21,7 +21,7 @@ def describe(location: Location) -> str:
         driver: Any = drivers.get(location)
         supported, bindings = driver.versions
         words.insert(0, f"{driver.device_info(location).name} ({location})")
-        words += [f"NVIDIA driver {driver.release} (CUDA {supported})", f"cuda-bindings {bindings}"]
+        words += [f"NVIDIA driver {driver.release()} (CUDA {supported})", f"cuda-bindings {bindings}"]
     words += [_package(name) for name in ("numpy", "torch")]
     return ", ".join(words)
 
