@@ -20,22 +20,24 @@ from vram.spec import HOST, Access, HandleKind, Location, format_size
 
 _SEGMENTS, _LEASES = 32, 100
 _PIECE = 64 << 20  # bytes of a plain write or read
+_DISK = 4 << 30  # bytes of a GPU's memory that are saved
 
 
 def on_host(quick: bool) -> Result:
     """Measure all of it on the host, the disk included."""
     nbytes = (64 << 20) if quick else (2 << 30)
     with own_keeper() as keeper:
-        rows = [*_lease(HOST, nbytes, keeper, quick), *_process(keeper, quick), *_disk(nbytes, keeper, quick)]
+        rows = [*_lease(HOST, nbytes, keeper, quick), *_process(keeper, quick), *_disk(HOST, nbytes, keeper, quick)]
     return Result("asleep", f"Leases asleep, {format_size(nbytes)} in {_SEGMENTS} segments", rows, [])
 
 
 def on_gpu(quick: bool, location: Location) -> Result:
-    """Measure sleep and wake of memory of a GPU."""
+    """Measure sleep and wake of memory of a GPU, and its way to disk and back."""
     notes: list[str] = []
     nbytes = fitting(location, (64 << 20) if quick else (64 << 30), 1, 1.05, notes)
     with own_keeper() as keeper:
         rows = [*_lease(location, nbytes, keeper, quick), *_process(keeper, quick)]
+        rows += _disk(location, min(nbytes, _DISK), keeper, quick)
     return Result("asleep", f"Leases asleep, {format_size(nbytes)} in {_SEGMENTS} segments", rows, notes)
 
 
@@ -106,9 +108,9 @@ def _process(keeper: str, quick: bool) -> list[Row]:
     return [Row.limited(f"detach_all and reattach_all, {count} leases", Figure.of(values["both"], "s"), at_most=0.2)]
 
 
-def _disk(nbytes: int, keeper: str, quick: bool) -> Iterator[Row]:
+def _disk(location: Location, nbytes: int, keeper: str, quick: bool) -> Iterator[Row]:
     """Compare an entry that is written and brought back with writes and reads of as many bytes."""
-    with vram.zeros(nbytes, "uint8", device="host") as array:
+    with vram.zeros(nbytes, "uint8", device=location) as array:
         array.fill(1)
         vram.publish("w", {"w": array}, keeper=keeper)
     with workplace() as place:
@@ -116,7 +118,7 @@ def _disk(nbytes: int, keeper: str, quick: bool) -> Iterator[Row]:
             "write": lambda: _write(place / "plain", nbytes),
             "save": lambda: _save(place / "w.safetensors", nbytes, keeper),
             "read": lambda: _read(place / "plain", nbytes),
-            "publish": lambda: _publish(place / "w.safetensors", nbytes, keeper),
+            "publish": lambda: _publish(place / "w.safetensors", nbytes, location, keeper),
         }
         found = in_turns(cases, 2 if quick else 5, warm=1)
     figures = {name: Figure.of([nbytes / 1e9 / s for s in values], "GB/s") for name, values in found.items()}
@@ -158,8 +160,8 @@ def _read(path: Path, nbytes: int) -> float:
     return time.perf_counter() - begin
 
 
-def _publish(path: Path, nbytes: int, keeper: str) -> float:
+def _publish(path: Path, nbytes: int, location: Location, keeper: str) -> float:
     warm_memory(nbytes)
-    seconds = timed(lambda: vram.publish_file("again", path, device="host", keeper=keeper))
+    seconds = timed(lambda: vram.publish_file("again", path, device=location, keeper=keeper))
     vram.remove("again", keeper=keeper)
     return seconds

@@ -120,7 +120,7 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
         "handover": 2,
         "share": 8,
         "engine": 13,
-        "asleep": 3,
+        "asleep": 5,
         "weights": 2,
         "keeper": 2,
         "allreduce": 0,
