@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..keeper.private import Keeper
 
 STREAMS = 2  # connections that pieces come over at the same time
-_PARTS, _LEAST_PART = 16, 64 << 20  # memories of a replica on the host, and bytes of each at least
+_PARTS, _LEAST_PART = 4, 64 << 20  # memories of a replica on the host, and bytes of each at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +257,8 @@ def make_room(
     """Ask the keeper for room for replicas, and make their regions, on the host of several memories: the kernel adds
     the pages of one under one lock."""
     nbytes = max(nbytes, 1)  # an entry of empty arrays has memory, too
-    parts = min(_PARTS, -(-nbytes // _LEAST_PART)) if location == HOST else 1
-    client.offer(name, count * nbytes, handles=count * parts, meta=meta)
-    chunk = round_up(-(-nbytes // parts), m.PIECE)
+    chunk = round_up(max(-(-nbytes // _PARTS), _LEAST_PART) if location == HOST else nbytes, m.PIECE)
+    client.offer(name, count * nbytes, handles=count * -(-nbytes // chunk), meta=meta)
     # They are sealed in the end: what is forked while it comes in is not to have it mapped.
     return [
         Region.create(location, capacity=nbytes, nbytes=nbytes, chunk=chunk, inherited=False, managed=True)
