@@ -16,6 +16,7 @@ import pytest
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
 from tests.support.own_keeper import own_keeper
+from tests.support.samples import in_turns
 from tests.support.save_children import persist_and_die
 
 import vram
@@ -165,6 +166,7 @@ def test_what_changes_all_the_time_is_saved_as_well(tmp_path: Path) -> None:
         assert names() == {"updated", "replaced"}
 
 
+@in_turns(3)
 def test_two_keepers_have_a_folder_each_and_another_prefix_touches_nothing(tmp_path: Path) -> None:
     with Run(tmp_path) as first:
         publish("a")

@@ -230,7 +230,7 @@ class FollowMachine(RuleBasedStateMachine):
 _PHASES = [Phase.explicit, Phase.generate]
 
 TestShortRuns = FollowMachine.TestCase
-TestShortRuns.settings = settings(max_examples=4, stateful_step_count=15, deadline=None, phases=_PHASES)
+TestShortRuns.settings = settings(max_examples=2, stateful_step_count=15, deadline=None, phases=_PHASES)
 
 
 @pytest.mark.slow
