@@ -733,6 +733,7 @@ def steps_of_a_restart() -> Iterator[int]:
     return (nth for nth in nths() if nth <= 40 or nth % 25 == 0 or not is_whole())
 
 
+@in_turns(2)
 @pytest.mark.parametrize("whose", ["old", "new", "both of the new"])
 def test_killed_before_each_step_of_a_restart_one_keeper_serves_with_everything(survivor: Survivor, whose: str) -> None:
     with KeeperClient.connect(survivor.path) as maker:
