@@ -84,6 +84,7 @@ def names() -> set[str]:
     return {entry.name for entry in vram.list_entries()}
 
 
+@in_turns(3)
 def test_all_is_there_after_keeper_and_guardian_were_killed(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with Run(disk) as first:
@@ -148,6 +149,7 @@ def test_a_signal_to_all_processes_at_once_is_one_signal(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("e,*/saved.json"))) == 100
 
 
+@in_turns(3)
 def test_what_changes_all_the_time_is_saved_as_well(tmp_path: Path) -> None:
     with Run(tmp_path) as first:
         publish("updated", updatable=True)
@@ -173,14 +175,7 @@ def test_two_keepers_have_a_folder_each_and_another_prefix_touches_nothing(tmp_p
         publish("b/c")
         for name in ("a", "b/c"):
             first.says(f"vram.disk.saved vram.entry.name={name}\n")
-        command = [
-            Path(sys.executable).with_name("vram"),
-            "keep",
-            "--persist",
-            tmp_path,
-            "--socket",
-            tmp_path / "other",
-        ]
+        command = [Path(sys.executable).with_name("vram"), *f"keep --persist {tmp_path} --socket {tmp_path}/it".split()]
         second = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SOON, check=False)
         assert (second.returncode, "another keeper saves in" in second.stderr) == (1, True)
     with Run(tmp_path, "--persist-prefix", "b/") as third:
@@ -194,6 +189,7 @@ def test_two_keepers_have_a_folder_each_and_another_prefix_touches_nothing(tmp_p
         assert names() == {"a"}
 
 
+@in_turns(3)
 def test_what_was_removed_does_not_come_back_with_the_next_keeper(tmp_path: Path) -> None:
     with Run(tmp_path) as first:
         for name in ("stays", "goes", "moved"):
@@ -214,6 +210,7 @@ def test_what_was_removed_does_not_come_back_with_the_next_keeper(tmp_path: Path
         assert first.said().count("vram.disk.saved vram.entry.name=stays\n") == 1
 
 
+@in_turns(3)
 def test_a_keeper_that_goes_on_does_not_end_for_its_folder(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with Run(disk) as first:
@@ -232,6 +229,7 @@ def test_a_keeper_that_goes_on_does_not_end_for_its_folder(tmp_path: Path) -> No
         until(lambda: (disk / "a" / "saved.json").exists(), what="the entry, saved again")
 
 
+@in_turns(3)
 def test_a_full_disk_is_said_once_and_the_bytes_of_before_stay(tmp_path: Path) -> None:
     with Run(tmp_path) as first:
         publish("w")
