@@ -33,8 +33,8 @@ def pack(old: memoryview, new: memoryview) -> bytes | None:
 
 def unpack(delta: bytes | bytearray, old: memoryview, into: memoryview) -> None:
     """Make a piece of the one before and a delta; an empty one says that they are the same.
-    Raises ProtocolError if it is no delta of such a piece; some of the piece may be written, then. What a delta has
-    too much is not looked at: the piece has a digest."""
+    Raises ProtocolError if it is no delta of such a piece; some of the piece may be written, then. Bytes behind its
+    end are not looked at: the piece has a digest."""
     if len(old) != len(into):
         raise ProtocolError(f"a base of {len(old)} bytes for a piece of {len(into)}")
     if not delta:
